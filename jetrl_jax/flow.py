@@ -158,7 +158,7 @@ def verdict(policy: PrecisionPolicy, config: Any, length: int = 128) -> Verdict:
     flows = {"rollout": policy.rollout, "train": policy.train}
     views = {name: jax.eval_shape(lambda p, f=flow: quantize_params(f, config, p), params) for name, flow in flows.items()}
     sampler, learner = Transformer(config, policy.rollout), Transformer(config, policy.train)
-    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    ints: Any = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
 
     def head(q, hidden):
         return logits(hidden, weight_of_head({"q": q}, policy.rollout)[0], HeadSpec.of(policy.rollout))
@@ -175,8 +175,9 @@ def verdict(policy: PrecisionPolicy, config: Any, length: int = 128) -> Verdict:
     caches, _ = jax.eval_shape(first, q, *prompts)
     rollout = edges(first, q, *prompts) | edges(step, q, ints(1), ints(1), caches)
 
-    floats = jax.ShapeDtypeStruct((1, 8), jnp.float32)
-    batch = Batch(ints(1, length), ints(1), ints(1, 8), floats, floats, floats, jax.ShapeDtypeStruct((1,), jnp.float32))
+    floats: Any = jax.ShapeDtypeStruct((1, 8), jnp.float32)
+    advantages: Any = jax.ShapeDtypeStruct((1,), jnp.float32)
+    batch = Batch(ints(1, length), ints(1), ints(1, 8), floats, floats, floats, advantages)
 
     def forward(params, q, batch):
         return completion_logprobs(learner, {"params": params, "q": q}, batch, HeadSpec.of(policy.train))[0]

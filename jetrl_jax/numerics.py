@@ -73,6 +73,19 @@ def wide(f: Callable, reductions: str = "auto", out: Any = jnp.float32) -> Calla
     return lambda *xs: g(*[jnp.asarray(x) for x in xs])
 
 
+def rest_of_max(z: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """z [..., V] -> its largest m [...] and Σ e^(z - m) over all entries but that one [...]; log-sum-exp is m + log1p of it.
+
+    With the 1 of the largest left out the sum keeps all its digits however small it is. A row of -inf gives -inf and 0.
+    """
+    index = jnp.arange(z.shape[-1], dtype=jnp.int32)
+    # argmax by hand: jnp's is lowered outside the x64 region, and fails there.
+    at = jnp.where(z == z.max(-1, keepdims=True), index, z.shape[-1] - 1).min(-1, keepdims=True)
+    m = jnp.take_along_axis(z, at, -1)
+    others = (index != at) & ~jnp.isneginf(z)
+    return m[..., 0], jnp.where(others, jnp.exp(jnp.where(others, z - m, 0.0)), 0.0).sum(-1)
+
+
 def wide_dot(a: jax.Array, b: jax.Array, spec: str, reductions: str = "auto") -> jax.Array:
     """`einsum(spec, a, b)` summed in the wide dtype, float32 out [shape by spec]. Not differentiable: callers own their backward rule.
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jetrl_jax.numerics import wide_dtype
+from jetrl_jax.numerics import rest_of_max, wide_dtype
 from jetrl_jax.precision import Flow, Format
 from jetrl_jax.quantize import QTensor, quantize
 
@@ -69,24 +69,28 @@ def _chunk(w, i, size, targets, tau, x, spec):
 
 
 def _forward(x, w, targets, tau, spec):
-    """Log-sum-exp, target logit and Σ p·z by one pass over the vocabulary in chunks; all [R], wide."""
+    """Largest logit m, Σ e^(z - m) over all others, target logit and Σ p·z, by one pass over the vocabulary in chunks; all [R], wide.
+
+    The largest is kept out of the sum (`numerics.rest_of_max`): a near-certain token's log-probability is -log1p of a tiny sum, and
+    loses its digits, and with them the agreement with rollout, if that is added to 1 first.
+    """
     dtype = jnp.float64 if x.dtype == jnp.float64 else wide_dtype(spec.reductions)
     size, n = _chunks(w, spec)
 
     def body(i, carry):
-        m, s, sz, target = carry
+        m, rest, sz, target = carry
         _, _, z, hit = _chunk(w, i, size, targets, tau, x, spec)
-        new = jnp.maximum(m, z.max(-1))
-        e = jnp.where(jnp.isneginf(z), 0.0, jnp.exp(z - jnp.where(jnp.isneginf(new), 0.0, new)[:, None]))
-        old = jnp.where(jnp.isneginf(m), 0.0, jnp.exp(m - jnp.where(jnp.isneginf(new), 0.0, new)))
-        target = target + jnp.where(hit, z, 0.0).sum(-1)
-        return new, s * old + e.sum(-1), sz * old + jnp.where(jnp.isneginf(z), 0.0, e * z).sum(-1), target
+        top, others = rest_of_max(z)
+        new = jnp.maximum(m, top)
+        old, here = (jnp.where(jnp.isneginf(a), 0.0, jnp.exp(a - jnp.where(jnp.isneginf(new), 0.0, new))) for a in (m, top))
+        rest = jnp.where(m >= top, rest + (1 + others) * here, others + (1 + rest) * old)
+        p = jnp.exp(z - jnp.where(jnp.isneginf(new), 0.0, new)[:, None])
+        sz = sz * old + jnp.where(jnp.isneginf(z), 0.0, p * z).sum(-1)
+        return new, rest, sz, target + jnp.where(hit, z, 0.0).sum(-1)
 
     r = x.shape[0]
-    init = (jnp.full(r, -jnp.inf, dtype), jnp.zeros(r, dtype), jnp.zeros(r, dtype), jnp.zeros(r, dtype))
-    m, s, sz, target = lax.fori_loop(0, n, body, init)
-    lse = m + jnp.log(s)
-    return lse, target, sz / s
+    m, rest, sz, target = lax.fori_loop(0, n, body, (jnp.full(r, -jnp.inf, dtype), *(jnp.zeros(r, dtype) for _ in range(3))))
+    return m, rest, target, sz / (1 + rest)
 
 
 def _narrow(y: jax.Array, x: jax.Array) -> jax.Array:
@@ -105,8 +109,9 @@ def token_logprobs(hidden: jax.Array, w: QTensor, tap: jax.Array | None, targets
 def _token_fwd(hidden, w, tap, targets, tau, spec):
     x = quantize(hidden, "lm_head.x", spec.fmt).values
     with jax.enable_x64(True):
-        lse, target, mean_z = _forward(x, w.values, targets, tau, spec)
-        out = _narrow(target - lse, x), _narrow(lse - mean_z, x)
+        m, rest, target, mean_z = _forward(x, w.values, targets, tau, spec)
+        lse = m + jnp.log1p(rest)
+        out = _narrow((target - m) - jnp.log1p(rest), x), _narrow(lse - mean_z, x)
     return out, (hidden, x, w, tap, targets, tau, lse, mean_z)
 
 

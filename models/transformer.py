@@ -31,6 +31,11 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, reductions: str) -> ja
     return wide(lambda x, w: x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * w, reductions, x.dtype)(x, weight)
 
 
+def _vector(value: jax.Array, master: jax.Array | None) -> jax.Array:
+    """A norm's weight or a bias as rollout rounded it, widened to float32: its gradient, a sum over all tokens, is not rounded to bf16."""
+    return through(value.astype(jnp.promote_types(value.dtype, jnp.float32)), master)
+
+
 class _FlowModule(nn.Module):
     """What every module below shares: where it stands in the flow, and how it asks for a weight."""
 
@@ -58,9 +63,9 @@ class _FlowModule(nn.Module):
         return dot(x, self.get_variable("q", site.split("/")[-1]), given or None, spec)
 
     def vector(self, name: str, size: int, init: Any = nn.initializers.ones) -> jax.Array:
-        """A norm's weight or a bias [size]."""
+        """A norm's weight or a bias [size], see `_vector`."""
         master = self._master(name, (size,), init)
-        return master if self.is_initializing() else through(self.get_variable("q", name), master)
+        return master if master is not None and self.is_initializing() else _vector(self.get_variable("q", name), master)
 
     def norm(self, x: jax.Array, name: str) -> jax.Array:
         return rms_norm(x, self.vector(name, x.shape[-1]), self.config.rms_norm_eps, self.flow.reductions)
@@ -68,13 +73,14 @@ class _FlowModule(nn.Module):
 
 class Attention(_FlowModule):
     @nn.compact
-    def __call__(self, x: jax.Array, rope: tuple, cache: "KVCache | None", positions: jax.Array | None):
+    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], cache: "KVCache | None", positions: jax.Array | None):
         """x [B, T, D] -> [B, T, D] and the KV: of the whole sequence (cache None), or the cache with this token written at `positions`."""
         c, fmt = self.config, self.precision("attn/kv_cache").kv_cache
         sizes = {"q": c.num_heads * c.head_dim, "k": c.num_kv_heads * c.head_dim, "v": c.num_kv_heads * c.head_dim}
         q, k, v = self.product(x, "attn/qkv", sizes)
         if c.qkv_bias:
-            q, k, v = (y + self.vector(f"{n}_bias", y.shape[-1], nn.initializers.zeros) for n, y in (("q", q), ("k", k), ("v", v)))
+            biases = (self.vector(f"{n}_bias", size, nn.initializers.zeros) for n, size in sizes.items())
+            q, k, v = ((y + bias).astype(x.dtype) for y, bias in zip((q, k, v), biases, strict=True))
         q, k, v = (y.reshape(*y.shape[:2], -1, c.head_dim) for y in (q, k, v))
         if c.qk_norm:
             q, k = self.norm(q, "q_norm"), self.norm(k, "k_norm")
@@ -85,6 +91,7 @@ class Attention(_FlowModule):
             kv: Any = (quantize(lax.stop_gradient(k), ksite, fmt), quantize(lax.stop_gradient(v), vsite, fmt))
             k, v = straight_through(k, ksite, fmt), straight_through(v, vsite, fmt)
         else:
+            assert positions is not None, "a decode step writes at its positions"
             kv = cache.write(quantize(k, ksite, fmt), quantize(v, vsite, fmt), positions)
             k, v = (dequantize(t, dtype=x.dtype) for t in kv.read())
         y = attend(q, k, v, positions, self.flow.reductions).reshape(*x.shape[:2], -1)
@@ -103,9 +110,11 @@ class MLP(_FlowModule):
 
 class Block(_FlowModule):
     @nn.compact
-    def __call__(self, x: jax.Array, rope: tuple, cache: "KVCache | None" = None, positions: jax.Array | None = None):
+    def __call__(
+        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], cache: "KVCache | None" = None, positions: jax.Array | None = None
+    ):
         """One layer: x [B, T, D] -> x and its KV (see `Attention`)."""
-        where = {"config": self.config, "flow": self.flow, "segment": self.segment}
+        where: dict[str, Any] = {"config": self.config, "flow": self.flow, "segment": self.segment}
         y, kv = Attention(**where, name="attn")(self.norm(x, "attn_norm"), rope, cache, positions)
         x = x + y
         return x + MLP(**where, name="mlp")(self.norm(x, "mlp_norm")), kv
@@ -143,13 +152,13 @@ class Transformer(nn.Module):
         cos, sin = (jnp.asarray(t) for t in tables(c, tokens.shape[1] if caches is None else caches[0].length))
         rope = (cos[None], sin[None]) if caches is None else (cos[positions][:, None], sin[positions][:, None])
         x = lookup(self.get_variable("q", "embed"), embed, tokens)
-        stacks = self.get_variable("q", "segments")
+        stacks: Any = self.get_variable("q", "segments")
         kvs = []
         for i, segment in enumerate(self.flow.segments(c.num_layers)):
             masters = None if layers is None else jax.tree.map(lambda w, s=segment: w if s == (0, c.num_layers) else w[s[0]:s[1]], layers)
             x, kv = self._run(segment, stacks[i], masters, x, rope, positions, None if caches is None else caches[i], collect)
             kvs.append(kv)
-        x = rms_norm(x, through(self.get_variable("q", "final_norm"), norm), c.rms_norm_eps, self.flow.reductions)
+        x = rms_norm(x, _vector(self.get_variable("q", "final_norm"), norm), c.rms_norm_eps, self.flow.reductions)
         return x, tuple(kvs) if collect or caches is not None else None
 
     def _block(self, segment: tuple[int, int]) -> Block:

@@ -1,5 +1,7 @@
 """The KV cache: K after RoPE and V in the flow's format, one stack of layers a segment, slot = position in the sequence."""
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,7 @@ class KVCache:
         def put(old, new):  # a position at or past S is dropped: a sequence that has ended writes nothing
             return jax.tree.map(lambda o, n: o.at[self.layer, rows, positions].set(n[:, 0], mode="drop"), old, new)
 
-        return self.replace(k=put(self.k, k), v=put(self.v, v))
+        return dataclasses.replace(self, k=put(self.k, k), v=put(self.v, v))
 
     def read(self) -> tuple[QTensor, QTensor]:
         """K and V of the layer, values [B, S, K, hd]."""

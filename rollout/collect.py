@@ -1,5 +1,6 @@
 """One step's rollout on the host's side: prompts in, completions with their texts out."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -52,8 +53,8 @@ class Sampler:
         count = len(prompts)
         tokens = np.zeros((self.rows, self.width), np.int32)
         lengths = np.ones(self.rows, np.int32)  # an unused row is one pad token long, and its samples are thrown away
-        for i, ids in enumerate(prompts):
-            tokens[i, : len(ids)], lengths[i] = ids, len(ids)
+        for i, prompt in enumerate(prompts):
+            tokens[i, : len(prompt)], lengths[i] = prompt, len(prompt)
         ids = np.zeros(self.rows * self.group, np.uint32)
         ids[: len(request_ids)] = request_ids
         out = compiled_generate(
@@ -64,15 +65,16 @@ class Sampler:
 
     def _texts(self, out: Rollout) -> tuple[Rollout, list[str]]:
         """Texts without stop token and stop string; rows that a stop string ends become shorter."""
-        lengths, stopped, texts = out.lengths.copy(), out.stopped.copy(), []
+        lengths: Any = np.array(out.lengths)
+        stopped: Any = np.array(out.stopped)
+        texts = []
         for i, row in enumerate(out.tokens):
             kept = row[: lengths[i]]
             if self.stop_strings:
                 n, cut = cut_at_stop_strings(kept, self.tokenizer.decode, self.stop_strings)
                 if cut:
-                    stopped[i] = True if n < lengths[i] else stopped[i] or cut
-                    lengths[i], kept = n, kept[:n]
+                    stopped[i], lengths[i], kept = True, n, kept[:n]
             ended_by_id = len(kept) and int(kept[-1]) in self.sampling.stop_ids
             text = self.tokenizer.decode(kept[:-1] if ended_by_id else kept)
             texts.append(text_before_stop(text, self.stop_strings) if self.stop_strings else text)
-        return out.replace(lengths=lengths, stopped=stopped), texts
+        return dataclasses.replace(out, lengths=lengths, stopped=stopped), texts

@@ -4,6 +4,8 @@ The loop is a `lax.while_loop`; with `fixed_length` the same body is a `lax.scan
 the very modules and payloads that the update trains (`models/transformer.py`).
 """
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -35,14 +37,16 @@ def prefill(
     model: Transformer, qparams: dict, tokens: jax.Array, lengths: jax.Array, slots: int, copies: int = 1
 ) -> tuple[tuple[KVCache, ...], jax.Array]:
     """Right-padded prompts [P, T] of `lengths` [P] -> caches for P·copies sequences of `slots` tokens, and the last hidden state [P, D]."""
-    hidden, kv = model.apply({"q": qparams}, tokens, collect=True)
+    out: Any = model.apply({"q": qparams}, tokens, collect=True)
+    hidden, kv = out
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], 1)[:, 0]
     return tuple(from_prefill(pair, slots, copies) for pair in kv), last
 
 
 def decode_step(model: Transformer, qparams: dict, tokens: jax.Array, positions: jax.Array, caches: tuple[KVCache, ...]):
     """One token a sequence [B] at its position [B] -> caches with it written, hidden [B, D] that predicts the next token."""
-    hidden, caches = model.apply({"q": qparams}, tokens[:, None], positions=positions, caches=caches)
+    out: Any = model.apply({"q": qparams}, tokens[:, None], positions=positions, caches=caches)
+    hidden, caches = out
     return caches, hidden[:, 0]
 
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jetrl_jax.errors import UserError
-from jetrl_jax.numerics import wide
+from jetrl_jax.numerics import rest_of_max, wide
 
 # Below this, logits / temperature leaves float32's useful range (and at 1e-39 overflows); what is meant is greedy decoding.
 MIN_TEMPERATURE = 1e-4
@@ -187,6 +187,7 @@ def masked_logprob(z: jax.Array, tokens: jax.Array, tau: jax.Array, reductions: 
         own = jnp.arange(z.shape[-1], dtype=jnp.int32) == tokens[..., None]
         kept = jnp.where((z >= tau[..., None]) | own, z, -jnp.inf)
         chosen = jnp.take_along_axis(z, tokens[..., None], axis=-1)[..., 0]
-        return chosen - jax.nn.logsumexp(kept, axis=-1)
+        top, others = rest_of_max(kept)
+        return (chosen - top) - jnp.log1p(others)
 
     return wide(logprob, reductions)(z, tokens, tau)

@@ -2,19 +2,23 @@
 
     python scripts/make_demo_checkpoint.py FOLDER         # about 3 minutes on 2 quiet CPU cores; FOLDER must not exist yet
 
-Supervised training on the training split of the `sums` task, in two stages. First text with right answers, until nine held-out answers in
-ten would be sampled right. Then text in which every digit of an answer is replaced by a random one in SLIPS of the cases, until only
-about TARGET are. What reinforcement learning finds is a model that knows the sums but does not act on it; what it gets is the reward
-alone. No sum of the test split is seen in either stage. Deterministic by --seed on one machine.
+Supervised training on the training split of the `sums` task, in two stages: text with right answers, until nine held-out answers in
+ten would be sampled right; then a while text in which two digits of an answer in five are random, until only one answer in three is.
+What reinforcement learning finds is a model that knows the sums but does not act on it, and all that it is told is the reward. No sum
+of the test split is seen in either stage. Deterministic by --seed on one machine.
 """
 
 import argparse
 import functools
 import json
+import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# Before jax is imported: a product that is shared out among threads adds its parts up in the order in which they finish.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
+os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +45,8 @@ CONFIG = ModelConfig(
 ANSWER = 4  # tokens: up to three digits and the end
 BATCH, WARMUP, LEARNING_RATE, WEIGHT_DECAY = 256, 50, 1e-3, 0.1
 CHECKED = 10  # steps between two looks at the held-out sums
-LEARNT, TARGET, SLIPS, MAX_STEPS = 0.9, 0.33, 0.5, 3000
+LEARNT, MAX_STEPS = 0.9, 3000  # the first stage ends at this held-out accuracy
+SLIPS, SLIP_STEPS = 0.4, 100  # the second: how many digits are random, and how long
 
 FLOW = make_policy("bf16", reductions="float32").train  # the quick way: exactness matters to the run, not to its starting point
 MODEL = Transformer(CONFIG, FLOW, "none")
@@ -104,21 +109,24 @@ def warm_start(seed: int) -> dict:
     params: Any = jax.jit(lambda key: MODEL.init(key, jnp.zeros((1, 1), jnp.int32))["params"])(jax.random.key(seed))
     opt_state = optimizer.init(params)
 
-    def stage(name: str, rate: float, done: Callable[[float], bool]) -> None:
+    def train(rate: float) -> tuple[float, float]:
+        """CHECKED steps on answers with slips at that rate; the last loss, and the held-out accuracy after it."""
         nonlocal params, opt_state
-        for count in range(1, MAX_STEPS + 1):
+        for _ in range(CHECKED):
             at = rng.integers(0, len(questions), BATCH)
             params, opt_state, value = step(params, opt_state, questions[at], slip(answers[at], rate, rng))
-            if count % CHECKED == 0:
-                accuracy = float(held_out(params, *test))
-                if count % (5 * CHECKED) == 0 or done(accuracy):
-                    print(f"{name}: step {count}, loss {float(value):.3f}, held-out accuracy {accuracy:.3f}", flush=True)
-                if done(accuracy):
-                    return
-        raise SystemExit(f"{name}: not there after {MAX_STEPS} steps; try another --seed")
+        return float(value), float(held_out(params, *test))
 
-    stage("right answers", 0.0, lambda accuracy: accuracy >= LEARNT)
-    stage("mistyped answers", SLIPS, lambda accuracy: accuracy <= TARGET)
+    accuracy, count = 0.0, 0
+    while accuracy < LEARNT:
+        if count == MAX_STEPS:
+            raise SystemExit(f"held-out accuracy {accuracy:.3f} after {MAX_STEPS} steps, not {LEARNT}; try another --seed")
+        value, accuracy = train(0.0)
+        count += CHECKED
+        print(f"right answers: step {count}, loss {value:.3f}, held-out accuracy {accuracy:.3f}", flush=True)
+    for count in range(CHECKED, SLIP_STEPS + 1, CHECKED):
+        value, accuracy = train(SLIPS)
+        print(f"mistyped answers: step {count}, loss {value:.3f}, held-out accuracy {accuracy:.3f}", flush=True)
     return params
 
 

@@ -1,5 +1,6 @@
 """The loop: quantize once, generate, score, update; one line a step, everything in `config.out`, and it resumes bit for bit."""
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -103,7 +104,7 @@ def one_step(
     del rolled
     batch, shaped = make_batch(config, parts, scored, reference)
     state, device = compiled_update(parts.spec, state, trained, batch)
-    state = state.replace(data_position=jnp.int32(position))
+    state = dataclasses.replace(state, data_position=jnp.int32(position))
     metrics = {k: v.item() for k, v in jax.device_get(device).items()}
     clock.append(time.perf_counter())
     out = scored.samples.rollout
@@ -189,7 +190,15 @@ def make_batch(config: ConfigDict, parts: Setup, scored: Scored, reference: dict
     tokens = np.pad(prompts, [(0, 0), (0, n)])
     np.put_along_axis(tokens, lengths[:, None] + np.arange(n), out.tokens, 1)
     mask = mask_of(jnp.asarray(out.lengths), jnp.asarray(~out.stopped), n, a.mask_truncated)
-    batch = Batch(*(jnp.asarray(x) for x in (tokens, lengths, out.tokens, out.logprobs, out.tau)), mask, jnp.zeros(len(tokens)))
+    batch = Batch(
+        tokens=jnp.asarray(tokens),
+        prompt_lengths=jnp.asarray(lengths),
+        completions=jnp.asarray(out.tokens),
+        logprobs=jnp.asarray(out.logprobs),
+        tau=jnp.asarray(out.tau),
+        mask=mask,
+        advantages=jnp.zeros(len(tokens)),
+    )
     rewards = jnp.asarray(scored.rewards)
     if a.overlong_penalty:
         rewards = rewards + overlong_penalty(jnp.asarray(out.lengths), n, a.overlong_buffer, a.overlong_penalty)
@@ -197,6 +206,6 @@ def make_batch(config: ConfigDict, parts: Setup, scored: Scored, reference: dict
         ref = compiled_score(parts.spec, reference, batch)
         if a.kl_place == "reward":
             rewards = rewards - kl_reward_penalty(batch.logprobs, ref, mask, a.kl_estimator, a.kl_coefficient)
-        batch = batch.replace(ref_logprobs=ref)
+        batch = dataclasses.replace(batch, ref_logprobs=ref)
     advantages = ADVANTAGES[a.advantage](rewards.reshape(-1, group)).reshape(-1)
-    return batch.replace(advantages=advantages), np.asarray(rewards)
+    return dataclasses.replace(batch, advantages=advantages), np.asarray(rewards)

@@ -175,5 +175,5 @@ def update(spec: UpdateSpec, state: TrainState, qparams: dict, batch: Batch) -> 
         **finish_metrics(sums),
         **mismatch.finish(tallies),
     }
-    new = state.replace(step=count + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+    new = dataclasses.replace(state, step=count + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
     return new, metrics

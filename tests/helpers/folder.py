@@ -15,7 +15,8 @@ LETTERS = "0123456789 +?Whatis.=\n"
 SPECIAL = ("<pad>", "<eos>")
 MODEL = ModelConfig(
     family="qwen3", vocab_size=len(LETTERS) + 2, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1,
-    head_dim=16, rms_norm_eps=1e-6, rope_theta=10000.0, rope_scaling=None, max_position=64, qkv_bias=False, qk_norm=True, tie_embeddings=True,
+    head_dim=16, rms_norm_eps=1e-6, rope_theta=10000.0, rope_scaling=None, max_position=64, qkv_bias=False,
+    qk_norm=True, tie_embeddings=True,
 )  # fmt: skip
 
 
@@ -45,7 +46,7 @@ def write_model(folder: Path, seed: int = 0) -> Path:
 
 
 def config_for(model: Path, out: Path, **fields: object):
-    """The base config on that folder: one-digit sums, 4 prompts of 4 samples of up to 6 tokens; `fields` with dots as double underscores."""
+    """The base config on that folder: one-digit sums, 4 prompts of 4 samples of up to 6 tokens; dots in `fields` are `__`."""
     small = {
         "model.path": model, "out": out, "policy": "bf16", "steps": 2, "data.chat": False, "data.max_prompt_length": 20,
         "rollout.prompts_per_step": 4, "rollout.group_size": 4, "rollout.max_new_tokens": 6, "train.micro_batch": 8,

@@ -72,8 +72,8 @@ def _once(fun: Any, name: str) -> Any:
 @functools.cache
 def programs(flow: Flow) -> Programs:
     """Shared by all tests."""
-    return Programs(compile(_once(generate, f"generate {flow}"), static_argnums=(0, 6, 7)),
-                    compile(_once(update, f"update {flow}"), static_argnums=0, donate_argnums=1))
+    return Programs(compile(_once(generate, f"generate_{hash(flow) % 2**32:x}"), static_argnums=(0, 6, 7)),
+                    compile(_once(update, f"update_{hash(flow) % 2**32:x}"), static_argnums=0, donate_argnums=1))
 
 
 @functools.partial(compile, static_argnums=0)

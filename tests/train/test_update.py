@@ -182,7 +182,7 @@ def problem(tied: bool):
     q = quantize(model.flow, config, params)
     logp = jax.jit(score, static_argnums=0, compiler_options=QUICK)(UpdateSpec(model, PLAIN, Objective(), 2, vocab_chunk=13), q, batch)
     noise = rng.normal(size=(2, b, n))
-    return config, model, params, batch.replace(logprobs=logp + 0.25 * noise[0], ref_logprobs=logp + 0.3 * noise[1])
+    return config, model, params, batch.replace(logprobs=logp - 0.25 * noise[0], ref_logprobs=logp + 0.3 * noise[1])
 
 
 @functools.cache
@@ -208,7 +208,7 @@ def test_gradient_of_every_objective_against_finite_differences(kind, tied):
     with jax.enable_x64(True):
         params, at = problem(tied)[2], float64_update(kind, tied)
         _, grads, metrics = at(params)
-        assert metrics["clip_fraction"] > 0.05 and (metrics["kl"] > 0)
+        assert 0.05 < metrics["clip_fraction"] < 0.95 and metrics["kl"] > 0
         chex.assert_trees_all_equal_shapes_and_dtypes(grads, params)
         rng = np.random.default_rng(2)
         drawn = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), params)
@@ -241,14 +241,14 @@ def fake_quantize(x, rows: int, cols: int):
     return y.reshape(*x.shape[:-2], n + -n % rows, k + -k % cols)[..., :n, :k]
 
 
-def dense_logprobs(params, tokens, saved: str):
+def dense_logprobs(params, tokens):
     """log p [B, T, V] of the tiny model in float64, FP8 operands by x + stop_gradient(fq(x) - x)."""
     stop, c = jax.lax.stop_gradient, CONFIG
     b, t = tokens.shape
 
     def linear(x, w):
         rowwise = x + stop(fake_quantize(x, 1, 128) - x)
-        kept = stop(fake_quantize(rowwise if saved == "requantize" else x, t, 1))  # WGrad's operand: groups along the tokens
+        kept = stop(fake_quantize(rowwise, t, 1))  # WGrad's operand: the saved payload again, in groups along the tokens
         return rowwise @ stop(fake_quantize(w, 128, 128)).T + kept @ (w - stop(w)).T
 
     def norm(x, w):
@@ -274,11 +274,10 @@ def dense_logprobs(params, tokens, saved: str):
     return jax.nn.log_softmax(norm(x, params["final_norm"]) @ params["embed"].T)
 
 
-@pytest.mark.parametrize("saved", ["requantize", "dual"])
-def test_straight_through_gradient_of_the_whole_model(saved):
+def test_straight_through_gradient_of_the_whole_model():
     """jet_fp8's weights and activations, everything else in float64, so that only the FP8 roundings, common to both, stand between."""
     wide = {"gradient": FLOAT64, "kv_cache": FLOAT64, "logits": FLOAT64, "operators": "float64"}
-    base = dataclasses.replace(make_policy("jet_fp8").train.base, saved_activation=saved, **wide)
+    base = dataclasses.replace(make_policy("jet_fp8").train.base, **wide)
     with jax.enable_x64(True):
         flow, rng = Flow(base), np.random.default_rng(3)
         model, params = Transformer(CONFIG, flow), jax.tree.map(lambda x: x.astype(jnp.float64), random_params())
@@ -291,11 +290,11 @@ def test_straight_through_gradient_of_the_whole_model(saved):
             return (completion_logprobs(model, {"params": params, "q": q}, batch, HeadSpec.of(flow, chunk=48))[0] * weights).sum()
 
         def theirs(params):
-            logp = dense_logprobs(params, tokens, saved)[:, :-1]
+            logp = dense_logprobs(params, tokens)[:, :-1]
             return (jnp.take_along_axis(logp, tokens[:, 1:, None], 2)[..., 0] * weights).sum()
 
         value, grads = jax.jit(jax.value_and_grad(ours), compiler_options=QUICK)(params, quantize(flow, CONFIG, params))
-        want_value, want = jax.jit(jax.value_and_grad(theirs))(params)
+        want_value, want = jax.jit(jax.value_and_grad(theirs), compiler_options=QUICK)(params)
         np.testing.assert_allclose(value, want_value, rtol=1e-5)
         for (path, a), e in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(a, e, rtol=0, atol=1e-4 * np.abs(e).max(), err_msg=jax.tree_util.keystr(path))
