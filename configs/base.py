@@ -110,7 +110,7 @@ def get_config() -> config_dict.ConfigDict:
 
     # Checkpoints: every so many steps (0: at the end alone), how many are kept, and whether a run found in `out` goes on.
     c.checkpoint = config_dict.ConfigDict()
-    c.checkpoint.every = 0
+    c.checkpoint.every = 50
     c.checkpoint.keep = 2
     c.checkpoint.resume = True
     return c.lock()

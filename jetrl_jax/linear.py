@@ -161,7 +161,8 @@ def _dot_fwd(x, w, taps, spec):
         saved = q
     elif _saved(p) == "dual":
         saved = _tokens_last(x, f"{spec.site}.xT", p.activation.along_tokens, p)
-    return y, (saved, w, taps, x[:0])  # x[:0] carries the input's width and dtype
+    # Empty slices carry widths and dtypes: whole masters among the residuals would be stacked once more by the scan over layers.
+    return y, (saved, w, None if taps is None else tuple(t[:0] for t in taps), x[:0])
 
 
 def _dot_bwd(spec, residuals, dys):
@@ -195,7 +196,11 @@ def through(value: jax.Array, tap: jax.Array | None) -> jax.Array:
     return value
 
 
-through.defvjp(lambda value, tap: (value, tap), lambda tap, ct: (None, None if tap is None else ct.astype(tap.dtype)))
+def _through_bwd(like, ct):
+    return None, None if like is None else ct.astype(like.dtype)
+
+
+through.defvjp(lambda value, tap: (value, None if tap is None else tap[:0]), _through_bwd)
 
 
 @jax.custom_vjp

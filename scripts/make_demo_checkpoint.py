@@ -1,11 +1,12 @@
 """Makes the demo's model (models/demo): a small Qwen3 that can add two-digit numbers and often mistypes the answer.
 
-    python scripts/make_demo_checkpoint.py FOLDER         # about 3 minutes on 2 quiet CPU cores; FOLDER must not exist yet
+    python scripts/make_demo_checkpoint.py FOLDER         # about 4 minutes on 2 CPU cores; FOLDER must not exist yet
 
 Supervised training on the training split of the `sums` task, in two stages: text with right answers, until nine held-out answers in
-ten would be sampled right; then a while text in which two digits of an answer in five are random, until only one answer in three is.
+ten would be sampled right; then 100 steps on text in which two digits of an answer in five are random, which leaves one in four right.
 What reinforcement learning finds is a model that knows the sums but does not act on it, and all that it is told is the reward. No sum
-of the test split is seen in either stage. Deterministic by --seed on one machine.
+of the test split is trained on; the first stage's end is all that they decide. Deterministic by --seed on one machine (run twice: the
+same bytes).
 """
 
 import argparse
