@@ -36,7 +36,7 @@ def get_config() -> config_dict.ConfigDict:
     c.optimizer.learning_rate = 1e-4
     c.optimizer.b2 = 0.99
     c.optimizer.warmup_steps = 5
-    c.train.micro_batch = 16
+    c.train.micro_batch = 128
     c.train.remat = "none"
     c.train.vocab_chunk = 128
 
