@@ -31,12 +31,12 @@ types: $(VENV)/.test
 
 # An existing environment of a new enough Python is kept; otherwise the first Python that will do makes one.
 $(VENV)/.made:
-	@new='import sys; sys.exit(sys.version_info < (3, 12))'; \
-	if $(PY) -c "$$new" 2>/dev/null; then touch $@; exit 0; fi; \
+	@new='import sys, venv; sys.exit(sys.version_info < (3, 12))'; \
+	if $(PY) -c "$$new" 2>/dev/null && $(PY) -m pip --version >/dev/null 2>&1; then touch $@; exit 0; fi; \
 	for python in $(PYTHON) python3.12 python3; do \
 	  if $$python -c "$$new" 2>/dev/null; then \
 	    echo "making $(VENV) with $$python"; \
-	    $$python -m venv --clear $(VENV) && touch $@ && exit 0; exit 1; \
+	    $$python -m venv --clear $(VENV) && touch $@ && exit 0; rm -rf $(VENV); exit 1; \
 	  fi; \
 	done; \
 	echo "jetrl needs Python 3.12 or newer, and none of '$(strip $(PYTHON) python3.12 python3)' is one: install it, or name yours: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \

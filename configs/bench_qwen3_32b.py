@@ -2,8 +2,9 @@
 
 Every sequence runs to max_new_tokens (`fixed_length`), which makes two policies do the same work. FP8 payloads take about 35 GB, bf16
 weights 66 GB, but both are made from the float32 weights, 131 GB, which must fit too. Not run by us yet.
-  jetrl generate --config bench_qwen3_32b --config.model.path=FOLDER --prompt "Why is the sky blue?"
-  jetrl generate --config bench_qwen3_32b --config.model.path=FOLDER --config.policy=bf16 --prompt "Why is the sky blue?"
+Give it 64 prompts, one JSON text a line; timing is the caller's until `jetrl bench` comes:
+  jetrl generate --config bench_qwen3_32b --config.model.path=FOLDER --prompts=PROMPTS.jsonl
+  jetrl generate --config bench_qwen3_32b --config.model.path=FOLDER --config.policy=bf16 --prompts=PROMPTS.jsonl
 """
 
 from ml_collections import config_dict
@@ -19,7 +20,7 @@ def get_config() -> config_dict.ConfigDict:
 
     # Rollout
     c.data.max_prompt_length = 512
-    c.rollout.prompts_per_step = 8
+    c.rollout.prompts_per_step = 64
     c.rollout.group_size = 8
     c.rollout.max_new_tokens = 1024
     c.rollout.fixed_length = True

@@ -12,10 +12,15 @@ from jetrl_jax.errors import UserError
 class Checkpoints:
     """The checkpoints of one run, in `folder`/checkpoints; the newest `keep` are kept."""
 
-    def __init__(self, folder: str | Path, keep: int = 2):
+    def __init__(self, folder: str | Path, keep: int = 2, create: bool = True):
         self.folder = Path(folder).resolve() / "checkpoints"
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
-        self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=("state", "config"))
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=create)
+        if not create and not self.folder.is_dir():
+            raise UserError(f"{folder} has no checkpoints")
+        try:
+            self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=("state", "config"))
+        except OSError as error:
+            raise UserError(f"out={folder}: checkpoints cannot be written there ({error}); give another folder") from error
 
     def latest(self) -> int | None:
         """The newest step, or None."""
@@ -43,9 +48,11 @@ class Checkpoints:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
         except (ValueError, KeyError, OSError, TypeError) as error:  # what Orbax raises on missing, foreign or broken files
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            first = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+            where = self.folder / str(step)
             raise UserError(
-                f"checkpoint {self.folder / str(step)} cannot be read ({first}): remove that folder to go on from the one before it"
+                f"checkpoint {where} cannot be read: it is broken, or of another model than model.path ({first}); "
+                "nothing was changed. If it is broken, move it away to go on from the one before it"
             ) from error
 
     def close(self) -> None:

@@ -107,6 +107,11 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as e:
         print(f"jetrl: {e}", file=sys.stderr)
         return 2
+    except RuntimeError as e:
+        if "Unable to initialize backend" not in str(e):
+            raise
+        print(f"jetrl: {str(e).splitlines()[0]}; `jetrl doctor` says what is there and what to install", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("jetrl: interrupted", file=sys.stderr)
         return 130

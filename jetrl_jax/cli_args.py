@@ -93,7 +93,7 @@ def prompts(given: Sequence[str], path: str, column: str) -> list[str]:
     """The prompts of --prompt and of a JSONL file, whose lines are texts or objects with `column`; errors name the line."""
     found = list(given)
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines() if path else []
+        lines = Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n") if path else []  # JSON may hold other line separators
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"--prompts={path}: cannot be read: {e}") from None
     for number, line in enumerate(lines, 1):
@@ -107,6 +107,11 @@ def prompts(given: Sequence[str], path: str, column: str) -> list[str]:
         if not isinstance(text, str):
             raise UserError(f"{path}:{number}: expected a JSON text or an object with a text in {column!r} (data.prompt_column)")
         found.append(text)
+    for text in found:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as e:
+            raise UserError(f"the prompt {text!r} is not UTF-8 text at character {e.start + 1}: correct it") from None
     if not found:
         raise UserError("no prompt: give --prompt=TEXT (again for more) or --prompts=FILE.jsonl")
     return found

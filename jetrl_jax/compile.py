@@ -2,7 +2,7 @@
 
 XLA may skip bf16 roundings between operators (`xla_allow_excess_precision`, on by default), and not the same ones in two programs:
 rollout and update would then disagree by far more than FP8 itself costs (measured, design.md "Numerics" 1). The option exists only on
-the outermost `jit`; under `pmap` it must stand in XLA_FLAGS, which `check_pmap_flags` insists on.
+the outermost `jit`; under `pmap` it must stand in XLA_FLAGS: call `check_pmap_flags` before a program of your own under it.
 """
 
 import os

@@ -86,13 +86,20 @@ def check(config: config_dict.ConfigDict) -> None:
             raise UserError(f"{field}={value}: expected {_range(low, high)}")
     if not config.model.path:
         raise UserError("model.path is empty: give the folder of a Hugging Face checkpoint, --config.model.path=FOLDER")
-    if config.data.name == "jsonl" and not config.data.path:
-        raise UserError("data.path is empty and data.name=jsonl: give the file, --config.data.path=FILE.jsonl")
 
 
 def check_training(config: config_dict.ConfigDict) -> None:
     """What `jetrl train` needs on top of `check`: groups that can differ, micro-batches that divide the step's sequences."""
     check(config)
+    if config.data.name == "jsonl" and not config.data.path:
+        raise UserError("data.path is empty and data.name=jsonl: give the file, --config.data.path=FILE.jsonl")
+    r = config.rollout
+    if config.algorithm.kl_coefficient and (r.top_k or r.top_p < 1 or r.min_p):
+        raise UserError(
+            f"algorithm.kl_coefficient={config.algorithm.kl_coefficient:g} with rollout.top_k={r.top_k}, top_p={r.top_p:g}, "
+            f"min_p={r.min_p:g}: the policy's cut-offs mean nothing to the reference, so their distributions cannot be compared; "
+            "switch one of the two off"
+        )
     if config.evaluation.prompts and config.data.name == "jsonl":
         raise UserError(f"evaluation.prompts={config.evaluation.prompts}: a JSONL file has no held-out split; set it to 0")
     rollout, algorithm, micro = config.rollout, config.algorithm, config.train.micro_batch

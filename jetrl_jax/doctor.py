@@ -82,7 +82,7 @@ def numerics() -> list[str]:
     """How FP8 products, reductions and roundings run here."""
     native = any(has_fp8_cores(d) for d in jax.local_devices())
     unused = "; this device's FP8 tensor cores are not used yet" if native else ""
-    pmap = "set" if pmap_flag_set() else f"not set, so programs under jax.pmap are refused; XLA_FLAGS={PMAP_FLAG} allows them"
+    pmap = "set" if pmap_flag_set() else f"not set: under jax.pmap rollout and update would round differently; set XLA_FLAGS={PMAP_FLAG}"
     return [
         f"FP8 products: the jnp reference path, on every device (this version has no custom kernels){unused}",
         f"reductions: {jnp.dtype(wide_dtype()).name} by default",

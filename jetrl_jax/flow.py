@@ -39,6 +39,7 @@ _PASSES = frozenset((
 _PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 Labels = frozenset[tuple[str, Format]]
 _NONE: Labels = frozenset()
+_NAMES = {"bfloat16": "bf16"}  # what Format calls a dtype that jax calls otherwise
 
 
 def _subjaxprs(eqn: Any) -> Iterator[Any]:
@@ -79,6 +80,13 @@ class _Walk:
             return [frozenset({(p["site"], p["fmt"])}), _NONE]
         if name in _PRODUCTS:
             self.found.update((site, fmt, name) for labels in ins for site, fmt in labels)
+            paths = {site.rpartition(".")[0] for labels in ins for site, _ in labels} or {"?"}
+            for v, labels in zip(eqn.invars, ins, strict=True):
+                if not labels and jnp.issubdtype(v.aval.dtype, jnp.floating):
+                    # An operand that passed no quantize_p, or lost its label in an operation that changes numbers, is an edge too:
+                    # left out, a phase that skips a quantization would seem to lie in the other.
+                    fmt = Format(_NAMES.get(str(v.aval.dtype), str(v.aval.dtype)), (0, 0))
+                    self.found.update((f"{path}.unlabelled", fmt, name) for path in paths)
             return [_NONE] * n
         if name == "scan":
             return self._loop(getattr(p["jaxpr"], "jaxpr", p["jaxpr"]), *_scan_inputs(p, ins))
@@ -95,7 +103,9 @@ class _Walk:
         return [frozenset().union(*ins) if name in _PASSES else _NONE] * n
 
     def _loop(self, body: Any, consts: list[Labels], carry: list[Labels], xs: list[Labels]) -> list[Labels]:
-        while True:  # to the fixed point: labels only grow
+        before = set(self.found)
+        while True:  # to the fixed point: labels only grow, and only its own pass counts
+            self.found = set(before)
             outs = self.run(body, [*consts, *carry, *xs])
             grown = [a | b for a, b in zip(carry, outs, strict=False)]
             if grown == carry:

@@ -74,7 +74,7 @@ class Precision:
     weight: Format = BF16
     activation: Format = BF16  # input of a product, quantized along its contracted axis
     gradient: Format = BF16  # output gradient at DGrad's and WGrad's input
-    saved_activation: str = "bf16"  # "requantize" the saved payload along tokens (the paper's), save "dual" layouts' second, or save "bf16"
+    saved_activation: str = "bf16"  # for WGrad: "requantize" the saved FP8 (the paper's); "dual": save it along tokens too; or save "bf16"
     kv_cache: Format = BF16  # K after RoPE, and V; block columns are the head size
     logits: Format = BF16  # both operands of lm_head
     operators: str = "bf16"  # between operators; float64 only serves finite differences
@@ -87,6 +87,9 @@ class Precision:
         if self.kv_cache.quantized and self.kv_cache.block != (1, 0):
             raise UserError(f"kv_cache={self.kv_cache}: the KV cache has one scale per token and head; write '{self.kv_cache.dtype} 1xall'")
         w, a = self.weight, self.activation
+        if a.quantized and a.block[0] not in (0, 1):
+            raise UserError(f"activation={a}: a scale over several tokens differs between a decode step and the full forward, and lets a "
+                            "token see later ones; write '1' as the first block size (or 'all', for the tensor-wise ablation)")
         if w.quantized and a.quantized and w.block[1] != a.block[1]:
             raise UserError(f"weight={w} and activation={a} cut the contracted axis differently; give both the same second block size")
         if w.quantized and w.block[0] and 128 % w.block[0]:
@@ -115,7 +118,7 @@ class Flow:
     reductions: str = "auto"
 
     def at(self, path: str, num_layers: int = 0) -> Precision:
-        """The precision at a path such as `layers/3/mlp/down` or `lm_head`; `layers/-1/…` patterns count from the end."""
+        """The precision at a path such as `layers/3/mlp/down`; `layers/-1/…` patterns count from the end."""
         changes: dict[str, Any] = {field: value for pattern, field, value in self.overrides if matches(pattern, path, num_layers)}
         return dataclasses.replace(self.base, **changes) if changes else self.base
 
@@ -166,11 +169,11 @@ _BASES: dict[str, tuple[Precision, Precision]] = {  # name -> (rollout, train)
         Precision(weight=FLOAT64, activation=FLOAT64, gradient=FLOAT64, kv_cache=FLOAT64, logits=FLOAT64, operators="float64"),
     ) * 2,
 }
-PRESETS = tuple(_BASES)
+PRESETS = tuple(n for n in _BASES if n != "float64")
 """`bf16`; `jet_fp8` (the paper's: W 128×128, A and G 1×128, E4M3); `fp8_rollout_only` (the paper's baseline); `jet_fp8_kv8` (FP8 KV cache
 too); `jet_fp8_hybrid` (E5M2 gradients); for ablation `fp8_rowwise` (a scale per row; W quantized a second time for DGrad), `fp8_tensorwise`
-(one scale a tensor: it sees the neighbours in the batch, so a request's tokens depend on its company) and `jet_fp8_pow2`; `float64`,
-unquantized, for tests."""
+(one scale a tensor: it sees the neighbours in the batch, so a request's tokens depend on its company) and `jet_fp8_pow2`. Not
+listed: `float64`, unquantized, for tests under jax_enable_x64."""
 
 _FORMATS = ("weight", "activation", "gradient", "kv_cache", "logits")
 
@@ -195,7 +198,7 @@ def _path_override(text: str, view: int) -> list[tuple[str, str, Format | str]]:
         if field == "logits":
             raise UserError(f"policy_overrides.paths has {text!r}, but lm_head has no path; set policy_overrides.logits={value!r} instead")
         return [(pattern, field, _value(field, value))]
-    if rest not in _BASES:
+    if rest not in PRESETS:
         raise unknown(f"preset in policy_overrides.paths {text!r}:", rest, PRESETS)
     base = _BASES[rest][view]
     return [(pattern, f, getattr(base, f)) for f in (*_FORMATS, "saved_activation") if f != "logits"]

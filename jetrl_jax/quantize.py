@@ -60,7 +60,8 @@ def scale_of(amax: jax.Array, fmt: Format) -> jax.Array:
 def _quantize(x: jax.Array, *, site: str, fmt: Format) -> list[jax.Array]:
     """The canonical quantizer, to the operation: kernels must repeat these very steps (design.md "Numerics" 2)."""
     if not fmt.quantized:
-        return [x.astype(_STORAGE[fmt.dtype]), jnp.ones((*x.shape[:-2], 1, 1), jnp.float32)]
+        dtype = _STORAGE[fmt.dtype]  # a float64 operand stays one where this is traced or lowered outside its x64 region
+        return [x if x.dtype == dtype else x.astype(dtype), jnp.ones((*x.shape[:-2], 1, 1), jnp.float32)]
     lead, (n, k) = x.shape[:-2], x.shape[-2:]
     (rows, br), (cols, bc) = _whole(n, fmt.block[0]), _whole(k, fmt.block[1])
     x = x.astype(jnp.float32)
@@ -88,6 +89,9 @@ quantize_p.def_impl(lambda x, *, site, fmt: _jitted(x, site="", fmt=fmt))  # op 
 
 
 def _abstract(x, **kw):
+    if not kw["fmt"].quantized:
+        scales = jax.core.ShapedArray((*x.shape[:-2], 1, 1), jnp.float32)
+        return [jax.core.ShapedArray(x.shape, jnp.dtype(_STORAGE[kw["fmt"].dtype])), scales]
     like = jax.eval_shape(functools.partial(_quantize, **kw), jax.ShapeDtypeStruct(x.shape, x.dtype))
     return [jax.core.ShapedArray(s.shape, s.dtype) for s in like]
 

@@ -94,7 +94,7 @@ class Attention(_FlowModule):
             assert positions is not None, "a decode step writes at its positions"
             kv = cache.write(quantize(k, ksite, fmt), quantize(v, vsite, fmt), positions)
             k, v = (dequantize(t, dtype=x.dtype) for t in kv.read())
-        y = attend(q, k, v, positions, self.flow.reductions).reshape(*x.shape[:2], -1)
+        y = attend(q, k, v, positions, self.flow.reductions, self.site("attn")).reshape(*x.shape[:2], -1)
         return self.product(y, "attn/o", {"o": c.hidden_size})[0], kv
 
 

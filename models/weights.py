@@ -73,6 +73,12 @@ def load_params(folder: str | Path, config: ModelConfig) -> dict[str, Any]:
         return unflatten_dict(params, sep="/")
 
 
+def check_folder(folder: str | Path, config: ModelConfig) -> None:
+    """Raises `UserError` where `load_params` would, by the files' headers alone."""
+    with ExitStack() as stack:
+        _check(Path(folder), _open(Path(folder), stack), config)
+
+
 def save_params(
     folder: str | Path,
     config: ModelConfig,
@@ -133,8 +139,7 @@ def export_model(
     config = ModelConfig.from_hf(source)
     params = load_params(source, config) if params is None else params
     save_params(folder, config, params, dtype, source=source, max_shard_bytes=max_shard_bytes)
-    with ExitStack() as stack:
-        _check(Path(folder), _open(Path(folder), stack), ModelConfig.from_hf(folder))
+    check_folder(folder, ModelConfig.from_hf(folder))
     return config
 
 

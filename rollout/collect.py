@@ -29,6 +29,17 @@ class Samples(NamedTuple):
     texts: list[str]
 
 
+def pad_prompts(prompts: Sequence[Sequence[int]], length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Right-padded tokens [B, P] int32 with P = length, and the lengths [B] int32. ValueError for an empty or too long prompt."""
+    lengths = np.array([len(ids) for ids in prompts], np.int32)
+    if not len(prompts) or lengths.min() < 1 or lengths.max() > length:
+        raise ValueError(f"prompts to pad must have 1 to {length} tokens, got lengths {lengths.tolist()}")
+    tokens = np.full((len(prompts), length), pad_id, np.int32)
+    for row, ids in zip(tokens, prompts, strict=True):
+        row[: len(ids)] = ids
+    return tokens, lengths
+
+
 class Sampler:
     """Calls the jitted rollout with one shape: every batch is padded to `rows` prompts of `width` tokens, so that nothing recompiles."""
 
@@ -51,10 +62,9 @@ class Sampler:
     def __call__(self, qparams: dict, prompts: Sequence[Sequence[int]], request_ids: np.ndarray, key: jax.Array) -> Samples:
         """prompts: at most `rows` lists of ids; request_ids [len(prompts)·group], unique to each sample."""
         count = len(prompts)
-        tokens = np.zeros((self.rows, self.width), np.int32)
-        lengths = np.ones(self.rows, np.int32)  # an unused row is one pad token long, and its samples are thrown away
-        for i, prompt in enumerate(prompts):
-            tokens[i, : len(prompt)], lengths[i] = prompt, len(prompt)
+        # An unused row is one pad token long, and its samples are thrown away.
+        pad = self.tokenizer.pad_id
+        tokens, lengths = pad_prompts([*prompts, *[[pad]] * (self.rows - count)], self.width, pad)
         ids = np.zeros(self.rows * self.group, np.uint32)
         ids[: len(request_ids)] = request_ids
         out = compiled_generate(

@@ -63,7 +63,7 @@ class Sampling:
     def __post_init__(self) -> None:
         temperature = _number("temperature", self.temperature, "1 samples from the model's own distribution, 0 is greedy")
         if temperature < 0 or 0 < temperature < MIN_TEMPERATURE:
-            raise UserError(f"sampling.temperature = {temperature!r}: must be 0 (greedy) or at least {MIN_TEMPERATURE}")
+            raise UserError(f"rollout.temperature = {temperature!r}: must be 0 (greedy) or at least {MIN_TEMPERATURE}")
         top_p = _number("top_p", self.top_p, "1 switches the filter off")
         if not 0 < top_p <= 1:
             raise UserError(f"sampling.top_p = {top_p!r}: must be above 0 and at most 1; 1 switches the filter off")

@@ -94,7 +94,8 @@ def test_generate_prints_several_as_json_lines(calls, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("", "no prompt: give --prompt=TEXT"),
+        ("", ":1: the line is empty"),
+        ('"a\\ud800"\n', "is not UTF-8 text"),
         ('"a"\n\n', ":2: the line is empty"),
         ('"a"\n{"prompt"\n', ":2: not JSON"),
         ('{"question": "a"}\n', ":1: expected a JSON text or an object with a text in 'prompt'"),

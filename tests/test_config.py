@@ -70,7 +70,6 @@ def test_an_override_is_read_as_its_fields_type(field, text, value):
         ("optimizer.b2", "1", "optimizer.b2=1.0: expected a number, at least 0 and less than 1"),
         ("rollout.temperature", "inf", "rollout.temperature=inf"),
         ("model.path", "", "model.path is empty: .*--config.model.path=FOLDER"),
-        ("data.name", "jsonl", "data.path is empty"),
     ],
 )
 def test_a_wrong_override_is_one_message_with_field_value_and_remedy(field, text, message):
@@ -179,3 +178,17 @@ def test_choices_are_those_that_the_code_knows():
     }
     for field, names in known.items():
         assert set(config_check.CHOICES[field]) == set(names), field
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([("data.name", "jsonl")], "data.path is empty"),
+        ([("algorithm.kl_coefficient", "0.1"), ("rollout.top_k", "5")], "mean nothing to the reference"),
+        ([("algorithm.kl_coefficient", "0.1"), ("rollout.top_p", "0.9")], "mean nothing to the reference"),
+    ],
+)
+def test_what_only_training_refuses(overrides, message):
+    loaded = config.load("base", [("model.path", "folder"), *overrides])
+    with pytest.raises(UserError, match=message):
+        config_check.check_training(loaded)

@@ -19,7 +19,7 @@ from jetrl_jax.models.tokenizer import load_tokenizer
 from jetrl_jax.models.transformer import Transformer, weight_of_head
 from jetrl_jax.models.weights import load_params
 from jetrl_jax.precision import make_policy
-from jetrl_jax.train.data import pad_prompts
+from jetrl_jax.rollout.collect import pad_prompts
 from jetrl_jax.train.setup import prompts_of, setup
 
 FOLDER = Path(__file__).parent.parent / "models" / "demo"

@@ -100,19 +100,21 @@ def test_two_edges_of_one_product_and_the_identity():
 
 def test_what_reaches_no_product_is_no_edge():
     assert not edges(lambda x: dequantize(quantize(x, "m.x", FP8)).sum(), X)
-    assert not edges(lambda x: x @ x.T, X)
+    assert edges(lambda x: x @ x.T, X) == {Edge("?", "dot_general", "unlabelled", BF16)}
 
     def after_a_product(x):  # its result is a new number, not the payload
         y = product(quantize(x, "m.x", FP8))
         return y @ y.T
 
-    assert edges(after_a_product, X) == {Edge("m", "dot_general", "x", FP8)}
+    anonymous = Edge("?", "dot_general", "unlabelled", Format("float32", (0, 0)))
+    assert edges(after_a_product, X) == {Edge("m", "dot_general", "x", FP8), anonymous}
 
 
 def test_the_gradient_of_a_straight_through_edge():
-    """Forward operand, and the backward's product that reads it too: still one edge."""
+    """Forward operand, and the backward's product that reads it too: one edge. The other operand has no label."""
     loss = jax.grad(lambda x: (straight_through(x, "m.k", FP8) @ jnp.ones((8, 2), jnp.bfloat16)).sum().astype(jnp.float32))
-    assert edges(loss, X) == {Edge("m", "dot_general", "k", FP8)}
+    labelled = {e for e in edges(loss, X) if e.operand != "unlabelled"}
+    assert labelled == {Edge("m", "dot_general", "k", FP8)} and len(edges(loss, X)) > 1
 
 
 # --- the presets
@@ -191,13 +193,38 @@ def skips_quantization(x, w, taps, spec, *, real=transformer.dot):
 
 def test_a_dot_that_skips_quantization_is_found_and_the_run_refuses_to_start(monkeypatch):
     policy = make_policy("jet_fp8")
-    assert require(policy, CONFIG).startswith("precision flow: rollout's 13 edges all lie in training's forward")
+    assert require(policy, CONFIG).startswith("precision flow: rollout's 14 edges all lie in training's forward")
     monkeypatch.setattr(transformer, "dot", skips_quantization)
     v = verdict(policy, CONFIG)
     assert v.extra == [Edge("layers/mlp/down", "dot_general", "x", FP8)]
     assert "layers/mlp/down.x is e4m3 1x128 float32 in rollout, absent in training" in report(policy, v)
     with pytest.raises(UserError, match=r"'jet_fp8' says it is unified.*layers/mlp/down.*dot_general.*e4m3 1x128"):
         require(policy, CONFIG)
+
+
+def test_a_quantization_that_only_rollout_skips_is_found(monkeypatch):
+    """A subset of labelled edges would hold: what enters a product unlabelled is an edge of its own."""
+
+    def rollout_skips(x, w, taps, spec, *, real=transformer.dot):
+        return skips_quantization(x, w, () if taps is None else None, spec) if spec.site.endswith("mlp/down") else real(x, w, taps, spec)
+
+    monkeypatch.setattr(transformer, "dot", rollout_skips)
+    v = verdict(make_policy("jet_fp8"), CONFIG)
+    assert [(e.path, e.operand) for e in v.extra] == [("layers/mlp/down", "unlabelled")]
+    with pytest.raises(UserError, match="unlabelled"):
+        require(make_policy("jet_fp8"), CONFIG)
+
+
+def test_no_operand_of_the_forward_is_unlabelled():
+    for name in PRESETS:
+        assert all(e.operand in "xwqkvp" for e in found(name).rollout | found(name).train)
+
+
+def test_an_operation_that_changes_numbers_ends_a_label():
+    def through_relu(x):
+        return product(dataclasses.replace(q := quantize(x, "a/b.x", FP8), values=jax.nn.relu(q.values.astype(jnp.float32))))
+
+    assert {e.operand for e in edges(through_relu, X)} == {"unlabelled"}
 
 
 def test_the_baseline_says_in_one_line_what_it_is():

@@ -167,14 +167,3 @@ def _order(seed: int, epoch: int, size: int) -> np.ndarray:
     """The permutation of an epoch, [size]. Sorted raw words, since those of a bit generator are the same in every version of numpy,
     and `Generator.permutation` need not be."""
     return np.argsort(np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(size), kind="stable")
-
-
-def pad_prompts(prompts: Sequence[Sequence[int]], length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Right-padded tokens [B, P] int32 with P = length, and the lengths [B] int32. ValueError for an empty or too long prompt."""
-    lengths = np.array([len(ids) for ids in prompts], np.int32)
-    if not len(prompts) or lengths.min() < 1 or lengths.max() > length:
-        raise ValueError(f"prompts to pad must have 1 to {length} tokens, got lengths {lengths.tolist()}")
-    tokens = np.full((len(prompts), length), pad_id, np.int32)
-    for row, ids in zip(tokens, prompts, strict=True):
-        row[: len(ids)] = ids
-    return tokens, lengths

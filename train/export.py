@@ -19,11 +19,11 @@ def export_run(run: str, out: str, step: int | None = None) -> int:
     stored = Path(run) / "config.json"
     if not stored.is_file():
         raise UserError(f"--run={run}: no config.json there; give the folder that a run wrote to (`out` in its config)")
-    config = configs.from_json(stored.read_text(encoding="utf-8"))
-    checkpoints = Checkpoints(run, keep=config.checkpoint.keep)
+    checkpoints = Checkpoints(run, create=False)
     step = checkpoints.latest() if step is None else step
     if step is None:
         raise UserError(f"--run={run}: it has no checkpoint yet")
+    config = configs.from_json(checkpoints.config(step))
     model = ModelConfig.from_hf(config.model.path)
     abstract = jax.eval_shape(lambda p: init_state(p, optimizer_of(config), config.seed), model.param_shapes())
     state = checkpoints.restore(step, abstract)

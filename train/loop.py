@@ -14,7 +14,7 @@ from jetrl_jax import config as configs
 from jetrl_jax import flow
 from jetrl_jax.compile import compile
 from jetrl_jax.metrics import MetricsWriter, step_line
-from jetrl_jax.models.weights import load_params
+from jetrl_jax.models.weights import check_folder, load_params
 from jetrl_jax.rollout.collect import Sampler, Samples, quantize
 from jetrl_jax.rollout.stopping import check_stop_strings
 from jetrl_jax.train.advantages import ADVANTAGES, useful_groups
@@ -23,7 +23,7 @@ from jetrl_jax.train.evaluate import evaluate
 from jetrl_jax.train.losses import kl_reward_penalty, mask_of
 from jetrl_jax.train.report import summary
 from jetrl_jax.train.resume import open_run
-from jetrl_jax.train.rewards import check_answers, overlong_penalty
+from jetrl_jax.train.rewards import overlong_penalty
 from jetrl_jax.train.rewards import score as reward_of
 from jetrl_jax.train.setup import Setup, check_length, prompts_of, setup
 from jetrl_jax.train.update import Batch, TrainState, init_state, score, update
@@ -33,10 +33,11 @@ compiled_score: Any = compile(score, static_argnums=0)
 
 
 class Scored(NamedTuple):
-    """Whole groups with their rewards [P·G], before any penalty."""
+    """Whole groups with their rewards [P·G], before any penalty, and which groups teach something [P]."""
 
     samples: Samples
     rewards: np.ndarray
+    useful: np.ndarray
 
 
 def train(config: ConfigDict) -> dict[str, Any]:
@@ -48,7 +49,6 @@ def train(config: ConfigDict) -> dict[str, Any]:
     check_length(config, parts.model)
     print(flow.require(parts.policy, parts.model), flush=True)
     stream = prompts_of(config, parts.tokenizer, config.data.split, config.data.shuffle)
-    check_answers(config.reward.name, [stream.batch(i, 1)[0][1].answer for i in range(len(stream))])
     check_stop_strings(config.rollout.stop_strings)
     c, limit = stream.counts, config.data.max_prompt_length
     print(
@@ -56,6 +56,7 @@ def train(config: ConfigDict) -> dict[str, Any]:
     )
     if config.algorithm.kl_coefficient and (config.algorithm.kl_place, config.algorithm.kl_estimator) == ("loss", "k1"):
         print("note: the gradient of k1 averages to zero in the loss; take k2 or k3 there, or algorithm.kl_place=reward", flush=True)
+    check_folder(config.model.path, parts.model)  # before anything is written
     run = open_run(config)
     master = load_params(config.model.path, parts.model) if run.step is None or config.algorithm.kl_coefficient else None
     reference = quantize(parts.policy.train, parts.model, master) if config.algorithm.kl_coefficient else None
@@ -77,7 +78,9 @@ def train(config: ConfigDict) -> dict[str, Any]:
         stop_strings=config.rollout.stop_strings,
         fixed_length=config.rollout.fixed_length,
     )
-    before = run.evaluation("before") or evaluate(config, parts, state.params, run, "before")
+    before = run.evaluation("before")
+    if before is None and run.step is None:
+        before = evaluate(config, parts, state.params, run, "before")
 
     step = int(state.step)
     while step < config.steps:
@@ -98,7 +101,7 @@ def one_step(
     """One optimizer step: rollout and update read the same payloads, quantized here once for each distinct view of the policy."""
     clock = [time.perf_counter()]
     rolled = quantize(parts.policy.rollout, parts.model, state.params)
-    scored, position, counts = collect(config, parts, sampler, stream, state, rolled)
+    scored, position, measured = collect(config, parts, sampler, stream, state, rolled)
     clock.append(time.perf_counter())
     trained = rolled if parts.policy.unified else quantize(parts.policy.train, parts.model, state.params)
     del rolled
@@ -107,31 +110,25 @@ def one_step(
     state = dataclasses.replace(state, data_position=jnp.int32(position))
     metrics = {k: v.item() for k, v in jax.device_get(device).items()}
     clock.append(time.perf_counter())
-    out = scored.samples.rollout
+    if reference is None:
+        del metrics["kl"]
     rollout_s, update_s = np.diff(clock)
     return state, {
         "step": int(state.step),
-        "reward": scored.rewards.mean(),
-        "reward_std": scored.rewards.std(),
+        **measured,
         "reward_shaped": shaped.mean(),
         **metrics,
-        **counts,
-        "completion_length": out.lengths.mean(),
-        "completion_length_min": out.lengths.min(),
-        "completion_length_max": out.lengths.max(),
-        "truncated": 1 - out.stopped.mean(),
-        "prompts_consumed": position,
         "seconds": rollout_s + update_s,
         "seconds_rollout": rollout_s,
         "seconds_update": update_s,
-        "tokens_per_second": out.lengths.sum() / (rollout_s + update_s),
+        "tokens_per_second": measured["tokens"] / (rollout_s + update_s),
     }
 
 
 def collect(
     config: ConfigDict, parts: Setup, sampler: Sampler, stream: PromptStream, state: TrainState, qparams: dict
 ) -> tuple[Scored, int, dict[str, Any]]:
-    """A step's groups, the data position after them, and counts.
+    """A step's groups, the data position after them, and what was measured on all that was drawn.
 
     With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) groups whose rewards are all alike are replaced by further prompts, for
     a number of rounds; what is still missing then is filled up with such groups, which carry no gradient.
@@ -139,9 +136,7 @@ def collect(
     r, a = config.rollout, config.algorithm
     want, group = r.prompts_per_step, r.group_size
     position, key = int(state.data_position), jax.random.wrap_key_data(state.key, impl="threefry2x32")
-    kept: list[Scored] = []
-    spare: list[Scored] = []
-    useful = drawn = 0
+    rounds: list[Scored] = []
     for _ in range(a.dynamic_sampling_rounds if a.dynamic_sampling else 1):
         prompts: list[Prompt] = [p for _, p in stream.batch(position, want)]
         # Unique to (data position, sample), for 2**32 samples.
@@ -149,23 +144,34 @@ def collect(
         position += want
         samples = sampler(qparams, [p.ids for p in prompts], ids, key)
         answers = [p.answer for p in prompts for _ in range(group)]
-        scored = Scored(samples, reward_of(config.reward.name, samples.texts, answers))
-        good = np.asarray(useful_groups(jnp.asarray(scored.rewards.reshape(want, group))))
-        useful, drawn = useful + int(good.sum()), drawn + want
-        kept.append(_groups(scored, np.flatnonzero(good), group))
-        spare.append(_groups(scored, np.flatnonzero(~good), group))
-        if useful >= want:
+        rewards = reward_of(config.reward.name, samples.texts, answers)
+        rounds.append(Scored(samples, rewards, np.asarray(useful_groups(jnp.asarray(rewards.reshape(want, group))))))
+        if sum(s.useful.sum() for s in rounds) >= want:
             break
-    counts = {"groups_drawn": drawn, "groups_without_signal": drawn - useful}
+    drawn = _join(rounds)
+    lengths = drawn.samples.rollout.lengths
+    measured = {
+        "reward": drawn.rewards.mean(),
+        "reward_std": drawn.rewards.std(),
+        "completion_length": lengths.mean(),
+        "completion_length_min": lengths.min(),
+        "completion_length_max": lengths.max(),
+        "truncated": 1 - drawn.samples.rollout.stopped.mean(),
+        "tokens": lengths.sum(),
+        "groups_drawn": len(drawn.useful),
+        "groups_without_signal": (~drawn.useful).sum(),
+        "prompts_consumed": position,
+    }
     if not a.dynamic_sampling:
-        return scored, position, counts
-    return _groups(_join(kept + spare), np.arange(want), group), position, counts
+        return drawn, position, measured
+    return _groups(drawn, np.argsort(~drawn.useful, kind="stable")[:want], group), position, measured
 
 
 def _groups(scored: Scored, which: np.ndarray, group: int) -> Scored:
     s, rows = scored.samples, (which[:, None] * group + np.arange(group)).reshape(-1)
     rollout = jax.tree.map(lambda x: x[rows], s.rollout)
-    return Scored(Samples(s.prompts[which], s.prompt_lengths[which], rollout, [s.texts[i] for i in rows]), scored.rewards[rows])
+    kept = Samples(s.prompts[which], s.prompt_lengths[which], rollout, [s.texts[i] for i in rows])
+    return Scored(kept, scored.rewards[rows], scored.useful[which])
 
 
 def _join(parts: Sequence[Scored]) -> Scored:
@@ -179,6 +185,7 @@ def _join(parts: Sequence[Scored]) -> Scored:
             [t for s in samples for t in s.texts],
         ),
         np.concatenate([p.rewards for p in parts]),
+        np.concatenate([p.useful for p in parts]),
     )
 
 
@@ -207,5 +214,8 @@ def make_batch(config: ConfigDict, parts: Setup, scored: Scored, reference: dict
         if a.kl_place == "reward":
             rewards = rewards - kl_reward_penalty(batch.logprobs, ref, mask, a.kl_estimator, a.kl_coefficient)
         batch = dataclasses.replace(batch, ref_logprobs=ref)
-    advantages = ADVANTAGES[a.advantage](rewards.reshape(-1, group)).reshape(-1)
+    advantages = ADVANTAGES[a.advantage](rewards.reshape(-1, group))
+    if a.dynamic_sampling:  # groups that only fill the batch carry no gradient, whatever the penalties make of them
+        advantages = jnp.where(jnp.asarray(scored.useful)[:, None], advantages, 0)
+    advantages = advantages.reshape(-1)
     return dataclasses.replace(batch, advantages=advantages), np.asarray(rewards)

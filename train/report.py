@@ -6,12 +6,15 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jetrl_jax import metrics
+from jetrl_jax.errors import UserError
 from jetrl_jax.train.resume import Run
 
 
 def summary(config: ConfigDict, run: Run, before: dict | None, after: dict | None) -> dict[str, Any]:
     """Draws the curve, prints the summary, and returns it."""
-    rows = metrics.read(run.metrics)
+    rows = metrics.read(run.metrics) if run.metrics.is_file() else []
+    if not rows:
+        raise UserError(f"{run.metrics} has no steps, but the run is finished: was it removed? Its checkpoints are still there")
     tenth = max(1, len(rows) // 10)
     result: dict[str, Any] = {
         "steps": config.steps,

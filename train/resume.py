@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from jetrl_jax import config as configs
 from jetrl_jax.checkpoint import Checkpoints
 from jetrl_jax.errors import UserError
 
-MAY_CHANGE = ("steps", "out", "checkpoint.every", "checkpoint.keep", "checkpoint.resume", "model.path")
+MAY_CHANGE = ("steps", "out", "checkpoint.every", "checkpoint.keep", "checkpoint.resume")
 """Fields in which a resumed run may differ from its checkpoint. `steps` only under the constant schedule: the others end at `steps`."""
 
 
@@ -30,15 +31,20 @@ class Run:
     def evaluation(self, name: str) -> dict[str, Any] | None:
         """What `evaluate` stored under a name, if it did."""
         path = self.folder / f"evaluation_{name}.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        try:
+            return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        except ValueError:  # broken by hand: measured again, or left out where it cannot be
+            return None
 
     def store_evaluation(self, name: str, result: dict[str, Any]) -> None:
-        (self.folder / f"evaluation_{name}.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
+        _write(self.folder / f"evaluation_{name}.json", json.dumps(result) + "\n")
 
 
 def open_run(config: ConfigDict) -> Run:
     """The run in `config.out`, its config.json written. Raises UserError if it holds another run's checkpoints."""
     folder = Path(config.out)
+    if not config.out or folder.resolve() == Path(config.model.path).resolve() or _foreign(folder / "config.json"):
+        raise UserError(f"out={config.out!r}: name a folder of the run's own, not a model's: a run writes a config.json there")
     checkpoints = Checkpoints(folder, config.checkpoint.keep)
     step = checkpoints.latest()
     if step is not None:
@@ -50,8 +56,27 @@ def open_run(config: ConfigDict) -> Run:
         (folder / "evaluation_after.json").unlink(missing_ok=True)
     if step is None:
         (folder / "evaluation_before.json").unlink(missing_ok=True)
-    (folder / "config.json").write_text(configs.to_json(config), encoding="utf-8")
+        if run.metrics.is_file() and run.metrics.stat().st_size:  # of a run that stopped before its first checkpoint
+            os.replace(run.metrics, folder / "metrics.interrupted.jsonl")
+    _write(folder / "config.json", configs.to_json(config))
     return run
+
+
+def _write(path: Path, text: str) -> None:
+    """The whole file or none of it."""
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(text, encoding="utf-8")
+    os.replace(fresh, path)
+
+
+def _foreign(path: Path) -> bool:
+    """Whether a config.json is somebody else's: a model's, say."""
+    if not path.is_file():
+        return False
+    try:
+        return "policy" not in json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return True
 
 
 def _check_same(stored: ConfigDict, config: ConfigDict, step: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jetrl_jax.errors import UserError
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.qparams import check_paths
 from jetrl_jax.models.tokenizer import Tokenizer, load_tokenizer
@@ -14,6 +15,7 @@ from jetrl_jax.precision import PrecisionPolicy, make_policy
 from jetrl_jax.rollout.sampling import Sampling
 from jetrl_jax.train.data import PromptStream
 from jetrl_jax.train.losses import Objective
+from jetrl_jax.train.rewards import check_answers
 from jetrl_jax.train.tasks import load_task
 from jetrl_jax.train.update import OptimizerSpec, UpdateSpec
 
@@ -63,6 +65,7 @@ def prompts_of(config: ConfigDict, tokenizer: Tokenizer, split: str, shuffle: bo
         prompt_column=d.prompt_column,
         answer_column=d.answer_column,
     )
+    check_answers(config.reward.name, [e.answer for e in examples])
     return PromptStream(
         examples,
         tokenizer,
@@ -114,8 +117,6 @@ def setup(config: ConfigDict) -> Setup:
 
 def check_length(config: ConfigDict, model: ModelConfig) -> None:
     """Raises UserError if prompt and completion can outgrow the positions that the model knows."""
-    from jetrl_jax.errors import UserError
-
     total: Any = config.data.max_prompt_length + config.rollout.max_new_tokens
     if total > model.max_position:
         raise UserError(

@@ -143,7 +143,7 @@ def update(spec: UpdateSpec, state: TrainState, qparams: dict, batch: Batch) -> 
     (`losses.policy_loss`), and the mismatch between rollout and this forward (`mismatch.finish`; design.md "Numerics" 9).
     """
     if batch.tokens.shape[0] % spec.micro_batch:
-        raise UserError(f"update.micro_batch={spec.micro_batch} does not divide the {batch.tokens.shape[0]} sequences of a step")
+        raise UserError(f"train.micro_batch={spec.micro_batch} does not divide the {batch.tokens.shape[0]} sequences of a step")
     head = HeadSpec.of(spec.model.flow, spec.temperature, spec.vocab_chunk, spec.filtered)
     by = normaliser(batch.mask, spec.objective)
 

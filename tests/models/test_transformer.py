@@ -63,7 +63,7 @@ def test_logits_in_bf16(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_decoding_gives_the_tokens_of_transformers(name):
-    """The fixtures' gaps between best and second-best logit are above bf16's error, so no token may differ."""
+    """A row may leave the reference only at a near tie, and at least one row of the two follows it to the end."""
     (config, params), flow, want = loaded(name), make_policy("bf16").rollout, reference(name)
     tokens, n = jnp.asarray(want["tokens"]), want["greedy"].shape[1]
     sampling = Sampling(max_new_tokens=n, temperature=0.0)

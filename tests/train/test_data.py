@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetrl_jax.errors import UserError
-from jetrl_jax.train.data import Counts, PromptStream, pad_prompts
+from jetrl_jax.rollout.collect import pad_prompts
+from jetrl_jax.train.data import Counts, PromptStream
 from jetrl_jax.train.tasks import Example
 
 BOS = 1

@@ -150,6 +150,47 @@ def test_penalties_and_a_reference(model, tmp_path):
     assert first["reward_shaped"] == pytest.approx(first["reward"]) and second["reward_shaped"] != pytest.approx(second["reward"], abs=1e-6)
 
 
+def test_many_switches_at_once(model, tmp_path):
+    """Sequence ratios, truncated correction, a filter and dynamic sampling with a penalty in one run."""
+    config = config_for(
+        model, tmp_path / "run", algorithm__objective="gspo", algorithm__correction="tis", algorithm__correction_level="sequence",
+        algorithm__aggregation="constant", algorithm__advantage="rloo", algorithm__dynamic_sampling=True,
+        algorithm__overlong_penalty=1.0, algorithm__overlong_buffer=3, rollout__top_k=12, rollout__min_p=0.01, optimizer__schedule="cosine",
+    )  # fmt: skip
+    loop.train(config)
+    for m in metrics.read(tmp_path / "run/metrics.jsonl"):
+        assert m["mismatch_max_abs"] == 0 and m["ratio"] == m["weight"] == 1 and "kl" not in m
+        assert m["groups_drawn"] >= 4 and m["prompts_consumed"] % 4 == 0
+
+
+def test_groups_that_only_fill_the_batch_carry_no_gradient(model, tmp_path, monkeypatch):
+    monkeypatch.setitem(rewards.REWARDS, "last_number", lambda text, answer: 0.0)
+    penalty = {"algorithm__overlong_penalty": 1.0, "algorithm__overlong_buffer": 6}
+    config = config_for(model, tmp_path / "run", steps=1, algorithm__dynamic_sampling=True, algorithm__dynamic_sampling_rounds=2, **penalty)
+    loop.train(config)
+    (m,) = metrics.read(tmp_path / "run/metrics.jsonl")
+    assert m["reward_shaped"] < 0 == m["reward"] and m["grad_norm"] == 0 and m["groups_without_signal"] == m["groups_drawn"] == 8
+
+
+def test_folders_that_are_not_the_runs_own_are_refused(model, tmp_path):
+    before = (model / "config.json").read_bytes()
+    for out in ("", model, model / ".." / model.name):
+        with pytest.raises(UserError, match="folder of the run's own"):
+            loop.train(config_for(model, out, steps=1))
+    assert (model / "config.json").read_bytes() == before and not (model / "checkpoints").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="out="):
+        loop.train(config_for(model, tmp_path / "file", steps=1))
+
+
+def test_broken_weights_leave_no_run_behind(tmp_path):
+    folder = write_model(tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="safetensors"):
+        loop.train(config_for(folder, tmp_path / "run", steps=1))
+    assert not (tmp_path / "run").exists()
+
+
 def test_stop_strings_shorten_and_count_as_stopped(model, tmp_path):
     plain = config_for(model, tmp_path / "a", rollout__max_new_tokens=6, rollout__prompts_per_step=4)
     prompts = ["What is 1 + 1?", "What is 2 + 2?", "What is 3 + 4?", "What is 9 + 9?"]

@@ -112,7 +112,7 @@ def test_nothing_recompiles_from_step_to_step_and_the_state_is_donated():
 
 def test_a_micro_batch_that_does_not_divide_is_refused():
     policy, state = start("bf16")
-    with pytest.raises(UserError, match="update.micro_batch=3 does not divide the 8 sequences"):
+    with pytest.raises(UserError, match="train.micro_batch=3 does not divide the 8 sequences"):
         update(update_spec(policy, 3), state, {}, run("bf16").steps[0].batch)
 
 
