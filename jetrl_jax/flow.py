@@ -168,7 +168,9 @@ def verdict(policy: PrecisionPolicy, config: Any, length: int = 128) -> Verdict:
     flows = {"rollout": policy.rollout, "train": policy.train}
     views = {name: jax.eval_shape(lambda p, f=flow: quantize_params(f, config, p), params) for name, flow in flows.items()}
     sampler, learner = Transformer(config, policy.rollout), Transformer(config, policy.train)
-    ints: Any = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+
+    def ints(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     def head(q, hidden):
         return logits(hidden, weight_of_head({"q": q}, policy.rollout)[0], HeadSpec.of(policy.rollout))
