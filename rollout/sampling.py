@@ -29,13 +29,13 @@ MIN_TEMPERATURE = 1e-4
 
 def _integer(name: str, value: object, low: int, remedy: str) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
-        raise UserError(f"sampling.{name} = {value!r}: must be an integer of at least {low}; {remedy}")
+        raise UserError(f"rollout.{name} = {value!r}: must be an integer of at least {low}; {remedy}")
     return int(value)
 
 
 def _number(name: str, value: object, remedy: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise UserError(f"sampling.{name} = {value!r}: must be a finite number; {remedy}")
+        raise UserError(f"rollout.{name} = {value!r}: must be a finite number; {remedy}")
     return float(value)
 
 
@@ -66,12 +66,12 @@ class Sampling:
             raise UserError(f"rollout.temperature = {temperature!r}: must be 0 (greedy) or at least {MIN_TEMPERATURE}")
         top_p = _number("top_p", self.top_p, "1 switches the filter off")
         if not 0 < top_p <= 1:
-            raise UserError(f"sampling.top_p = {top_p!r}: must be above 0 and at most 1; 1 switches the filter off")
+            raise UserError(f"rollout.top_p = {top_p!r}: must be above 0 and at most 1; 1 switches the filter off")
         min_p = _number("min_p", self.min_p, "0 switches the filter off")
         if not 0 <= min_p <= 1:
-            raise UserError(f"sampling.min_p = {min_p!r}: must lie between 0 and 1; 0 switches the filter off")
+            raise UserError(f"rollout.min_p = {min_p!r}: must lie between 0 and 1; 0 switches the filter off")
         if isinstance(self.stop_ids, str) or not isinstance(self.stop_ids, Iterable):
-            raise UserError(f"sampling.stop_ids = {self.stop_ids!r}: must be a sequence of token ids, such as (2,)")
+            raise UserError(f"rollout.stop_ids = {self.stop_ids!r}: must be a sequence of token ids, such as (2,)")
         stop_ids = tuple(_integer("stop_ids", i, 0, "each entry is a token id") for i in self.stop_ids)
         clean = {
             "max_new_tokens": _integer("max_new_tokens", self.max_new_tokens, 1, "it is the longest completion in tokens"),

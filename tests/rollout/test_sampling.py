@@ -287,5 +287,5 @@ def test_one_trace_per_setting_and_shape():
     ],
 )  # fmt: skip
 def test_bad_settings_name_field_and_value(field, value):
-    with pytest.raises(UserError, match=f"sampling.{field} = "):
+    with pytest.raises(UserError, match=f"rollout.{field} = "):
         Sampling(**{"max_new_tokens": 4, field: value})
