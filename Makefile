@@ -49,8 +49,8 @@ $(VENV)/.plots: $(VENV)/.made pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt
-	@echo "installing jetrl[test,plots] into $(VENV) (a few minutes the first time)"
-	@$(PIP) -e '.[test,plots]'
+	@echo "installing jetrl[test,plots,kernels] into $(VENV) (a few minutes the first time)"
+	@$(PIP) -e '.[test,plots,kernels]'
 	@touch $(VENV)/.plots $@
 
 clean:

@@ -31,6 +31,7 @@ def get_config() -> config_dict.ConfigDict:
     c.policy_overrides.kv_cache = config_dict.placeholder(str)
     c.policy_overrides.logits = config_dict.placeholder(str)
     c.policy_overrides.reductions = config_dict.placeholder(str)
+    c.policy_overrides.kernels = config_dict.placeholder(str)  # on Hopper: auto, off, required
     c.policy_overrides.paths = ()
 
     # Data: sums of `terms` numbers of `digits` digits, GSM8K (shipped), or a JSONL file of your own.

@@ -1,4 +1,4 @@
-"""`jetrl doctor`: what this machine has, what runs natively, what falls back to the jnp reference path, and what to install."""
+"""`jetrl doctor`: what this machine has, whether its kernels are right, what falls back to jnp, and what to install."""
 
 import importlib.metadata
 import os
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from packaging.requirements import Requirement
 
 from jetrl_jax.compile import PMAP_FLAG, compile, pmap_flag_set
+from jetrl_jax.kernels import launch, selfcheck
 from jetrl_jax.numerics import wide_dtype
 
 SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "safetensors", "ml_collections")
@@ -29,7 +30,10 @@ def report() -> tuple[str, int]:
         problems.append(f"jax starts no backend with {named} ({type(e).__name__}: {str(e) or 'none found'}): unset it, or set it to cpu")
     else:
         problems += rounding_problems()
-        sections += [(f"devices (backend {backend})", [describe(d) for d in jax.local_devices()]), ("numerics", numerics())]
+        kernels, faults = selfcheck.run()
+        problems += faults
+        sections += [(f"devices (backend {backend})", [describe(d) for d in jax.local_devices()]), ("numerics", numerics()),
+                     ("kernels", kernels)]
     sections.append(("to install or put right", [*problems, *missing_extras()] or ["nothing"]))
     lines = []
     for title, rows in sections:
@@ -80,11 +84,11 @@ def has_fp8_cores(device: jax.Device) -> bool:
 
 def numerics() -> list[str]:
     """How FP8 products, reductions and roundings run here."""
-    native = any(has_fp8_cores(d) for d in jax.local_devices())
-    unused = "; this device's FP8 tensor cores are not used yet" if native else ""
+    why = launch.missing()
+    products = f"the jnp reference path: {why}" if why else "our kernels on this device's FP8 tensor cores (policy_overrides.kernels)"
     pmap = "set" if pmap_flag_set() else f"not set: under jax.pmap rollout and update would round differently; set XLA_FLAGS={PMAP_FLAG}"
     return [
-        f"FP8 products: the jnp reference path, on every device (this version has no custom kernels){unused}",
+        f"FP8 products: {products}",
         f"reductions: {jnp.dtype(wide_dtype()).name} by default",
         f"bf16 roundings kept under jit: {'no' if rounding_problems() else 'yes'}",
         f"bf16 roundings kept under pmap: XLA_FLAGS {pmap}",

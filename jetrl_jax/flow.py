@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from jetrl_jax.errors import UserError
+from jetrl_jax.kernels import flash, products, vocab
 from jetrl_jax.precision import Format, PrecisionPolicy
-from jetrl_jax.quantize import QTensor, quantize_p
+from jetrl_jax.quantize import QTensor, quantize_p, storage
 
 
 class Edge(NamedTuple):
@@ -36,7 +37,9 @@ _PASSES = frozenset((
     "optimization_barrier", "pad", "concatenate", "gather", "dynamic_update_slice", "scatter", "select_n", "expand_dims", "rev",
     "reduce_precision", "stop_gradient", "sharding_constraint", "split",
 ))  # fmt: skip
-_PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+_PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "attention"))
+# On Hopper both products of attention are one operator, cuDNN's or ours: one name, and q, k, v its first operands.
+_ATTENTION = frozenset((flash.FULL, flash.DECODE))
 Labels = frozenset[tuple[str, Format]]
 _NONE: Labels = frozenset()
 _NAMES = {"bfloat16": "bf16"}  # what Format calls a dtype that jax calls otherwise
@@ -78,10 +81,19 @@ class _Walk:
         name, p, n = eqn.primitive.name, eqn.params, len(eqn.outvars)
         if eqn.primitive is quantize_p:
             return [frozenset({(p["site"], p["fmt"])}), _NONE]
+        if "declares" in p:  # a fused operator says what it quantizes, and is held to its output types
+            return [_declared(d, v.aval) for d, v in zip(p["declares"], eqn.outvars, strict=True)]
+        invars = eqn.invars
+        if name in products.NAMES:  # payload, scales, payload, scales[, layer]
+            name, ins, invars = "dot_general", ins[0:3:2], invars[0:3:2]
+        elif name in vocab.NAMES:  # hidden states, lm_head, …
+            name, ins, invars = "dot_general", ins[:2], invars[:2]
+        elif name in _ATTENTION:
+            name, ins, invars = "attention", ins[:3], invars[:3]
         if name in _PRODUCTS:
             self.found.update((site, fmt, name) for labels in ins for site, fmt in labels)
             paths = {site.rpartition(".")[0] for labels in ins for site, _ in labels} or {"?"}
-            for v, labels in zip(eqn.invars, ins, strict=True):
+            for v, labels in zip(invars, ins, strict=True):
                 if not labels and jnp.issubdtype(v.aval.dtype, jnp.floating):
                     # An operand that passed no quantize_p, or lost its label in an operation that changes numbers, is an edge too:
                     # left out, a phase that skips a quantization would seem to lie in the other.
@@ -111,6 +123,14 @@ class _Walk:
             if grown == carry:
                 return [*carry, *outs[len(carry):]]
             carry = grown
+
+
+def _declared(label: tuple[str, Format] | None, aval: Any) -> Labels:
+    if label is None:
+        return _NONE
+    if aval.dtype != storage(label[1]):
+        raise TypeError(f"an operator declares {label[0]} as {label[1]}, and gives {aval.dtype}")
+    return frozenset({label})
 
 
 def edges(fun: Callable, *args: Any) -> frozenset[Edge]:

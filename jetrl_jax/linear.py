@@ -2,17 +2,22 @@
 
 `dot` reads a weight that was quantized once for this optimizer step. The float32 master does not enter the forward: it is handed in as
 `taps`, the address where its gradient arrives. Products walk the contracted axis in blocks in order and promote every block's sum to
-float32 (design.md "Numerics" 3): later kernels must give these numbers.
+float32 (design.md "Numerics" 3): here in jnp, on Hopper by `kernels/products.py` where the formats are the kernels'.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from jetrl_jax.errors import UserError
+from jetrl_jax.kernels import launch, products
+from jetrl_jax.kernels.operators import quantize_both_p, requantize_p
 from jetrl_jax.numerics import wide_dot
 from jetrl_jax.precision import Format, Precision
 from jetrl_jax.quantize import QTensor, dequantize, quantize
@@ -25,11 +30,31 @@ BLOCK = 128
 class QWeight:
     """The projections of one product side by side: `fprop` [N, K] by rows, each padded alone, and what DGrad reads.
 
-    `dgrad` [K, N] is None where the transposed payload serves (always, but for one scale per row: `fp8_rowwise`).
+    `dgrad` [K, N] is None where the transposed payload serves as it is: kernels read it from memory, so on Hopper it is made with W; one
+    scale per row (`fp8_rowwise`) does not transpose, and needs a second quantization. With `layer`, an int32 scalar, both are stacks
+    [L, …] of which that layer is meant: a loop over layers then copies no weight.
     """
 
     fprop: QTensor
     dgrad: QTensor | None = None
+    layer: jax.Array | None = None
+
+    def at(self, layer: jax.Array) -> "QWeight":
+        """One layer of a stack: by reference where a kernel could read it in place, else by value."""
+        by_reference = self.replace(layer=layer)  # type: ignore[attr-defined]
+        return by_reference if products.fits(Format(), self.fprop.fmt) else by_reference.value
+
+    @property
+    def value(self) -> "QWeight":
+        """The layer that is meant, cut out of the stack."""
+        if self.layer is None:
+            return self
+        return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, self.layer, 0, keepdims=False), QWeight(self.fprop, self.dgrad))
+
+    @property
+    def backward(self) -> "QWeight":
+        """The weight whose `fprop` is what DGrad multiplies by."""
+        return QWeight(self.value.fprop.T) if self.dgrad is None else QWeight(self.dgrad, None, self.layer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +65,26 @@ class DotSpec:
     precision: Precision
     features: tuple[int, ...]
     reductions: str = "auto"
+    kernels: str = "auto"
 
 
 def padded(n: int, fmt: Format) -> int:
     """Rows or columns that a weight axis of n takes in the payload: whole blocks of 128 where it is quantized."""
     return -(-n // BLOCK) * BLOCK if fmt.quantized else n
+
+
+def _product(a: QTensor, w: QWeight, dtype: Any, spec: DotSpec) -> jax.Array:
+    """a [..., K] by the weight's `fprop` -> [..., N] in `dtype`."""
+    if products.fits(a.fmt, w.fprop.fmt):
+        return products.product(a, w.fprop, w.layer, dtype, spec.reductions, spec.kernels)
+    _no_kernel(a.fmt, w.fprop.fmt, spec)
+    return scaled_product(a, w.value.fprop, spec.reductions).astype(dtype)
+
+
+def _no_kernel(a: Format, w: Format, spec: DotSpec) -> None:
+    """Raises `UserError` for a quantized product without a kernel where the policy demands one."""
+    if spec.kernels == "required" and (a.quantized or w.quantized):
+        raise UserError(f"policy_overrides.kernels='required', but {spec.site} multiplies {a} by {w}, which no kernel does; write 'auto'")
 
 
 def scaled_product(a: QTensor, w: QTensor, reductions: str = "auto") -> jax.Array:
@@ -112,28 +152,75 @@ def _quantize_rows(x: jax.Array, site: str, fmt: Format) -> QTensor:
     return QTensor(q.values.reshape(*x.shape[:-1], -1), scales, site, fmt)
 
 
-def _tokens_last(x: jax.Array, site: str, fmt: Format, p: Precision) -> QTensor:
-    """x [B, T, C] quantized in groups along tokens and laid as [C, B·T'], where it reads as groups along the contracted axis.
+def _whole_tokens(x: jax.Array, p: Precision) -> jax.Array:
+    """x [B, T, C] with every sequence padded to whole groups of WGrad's operands, also where this operand has none: the other may.
 
-    Every sequence is padded to whole groups, T', also where this operand has none: the other operand of WGrad may.
+    A sequence shorter than a group is one of its own; kernels want it whole, with the same scales.
     """
     group = max((f.block[1] for f in (p.activation, p.gradient) if f.quantized), default=0)
-    if group and x.shape[-2] > group:
-        x = jnp.pad(x, [(0, 0), (0, -x.shape[-2] % group), (0, 0)])
+    if group and (x.shape[-2] > group or not launch.missing()):
+        x = lax.pad(x, np.zeros((), x.dtype), [(0, 0, 0), (0, -x.shape[-2] % group, 0), (0, 0, 0)])
+    return x
+
+
+def _turned(values: jax.Array, scales: jax.Array, site: str, fmt: Format) -> QTensor:
+    """Groups along tokens, [B, T', C], laid as [C, B·T'], where they read as groups along the contracted axis."""
+    turned = Format(fmt.dtype, fmt.block[::-1], fmt.scale)
+    return QTensor(values.reshape(-1, values.shape[-1]).T, scales.reshape(-1, scales.shape[-1]).T, site, turned)
+
+
+def _tokens_last(x: jax.Array, site: str, fmt: Format, p: Precision) -> QTensor:
+    """x [B, T, C] quantized in groups along tokens and laid as [C, B·T'], where it reads as groups along the contracted axis."""
+    x = _whole_tokens(x, p)
     q = quantize(_flat(x, fmt), site, fmt)
     if not fmt.quantized:
         return QTensor(q.values.reshape(-1, x.shape[-1]).T, q.scales[0], site, fmt)
-    return QTensor(q.values.reshape(-1, q.values.shape[-1]).T, q.scales.reshape(-1, q.scales.shape[-1]).T, site, fmt)
+    return _turned(q.values, q.scales, site, fmt)
+
+
+def _both(x: jax.Array, site: str, fmt: Format, spec: DotSpec) -> tuple[QTensor, QTensor]:
+    """`_quantize_rows` and `_tokens_last` of x at `site` and `site`T, in one pass where a scale is of one row and 128 columns."""
+    p, turned = spec.precision, fmt.along_tokens
+    if not fmt.quantized or fmt.block != products.ROWS:
+        return _quantize_rows(x, site, fmt), _tokens_last(x, f"{site}T", turned, p)
+    whole = _whole_tokens(x, p)
+    declares = ((site, fmt), None, (f"{site}T", turned), None)
+    rows, scales, columns, groups = quantize_both_p.bind(whole, declares=declares)
+    if whole.shape != x.shape:
+        rows, scales = rows[:, :x.shape[1]], scales[:, :x.shape[1]]
+    return QTensor(rows, scales, site, fmt), _turned(columns, groups, f"{site}T", turned)
+
+
+def _requantized(q: QTensor, site: str, fmt: Format, spec: DotSpec) -> QTensor:
+    """The saved input of FProp, [B, T, K], turned from groups along columns to groups along tokens (Jet-RL's saved activation)."""
+    if q.fmt.block != products.ROWS:
+        # XLA's GPU would join payload · scale with the next 1 / scale: other ties than the oracle's.
+        return _tokens_last(lax.optimization_barrier(dequantize(q)), site, fmt, spec.precision)
+    values, scales = _whole_tokens(q.values, spec.precision), _whole_tokens(q.scales, spec.precision)
+    columns, groups = requantize_p.bind(values, scales, declares=((site, fmt), None))
+    return _turned(columns, groups, site, fmt)
+
+
+def _wgrad(dy: QTensor, x: QTensor, spec: DotSpec) -> jax.Array:
+    """dY [N, T] by X [K, T], both in groups of tokens -> float32 [N, K]."""
+    if products.fits(dy.fmt, x.fmt):
+        return products.wgrad(dy, x, spec.reductions, spec.kernels)
+    _no_kernel(dy.fmt, x.fmt, spec)
+    return scaled_product(dy, x, spec.reductions)
 
 
 def _fprop(x: jax.Array, w: QWeight, spec: DotSpec) -> tuple[QTensor, tuple[jax.Array, ...]]:
     q = _quantize_rows(_input(x, w.fprop.values.shape[-1]), f"{spec.site}.x", spec.precision.activation)
-    y = scaled_product(q, w.fprop, spec.reductions).astype(x.dtype)
+    return q, _split(_product(q, w, x.dtype, spec), w, spec)
+
+
+def _split(y: jax.Array, w: QWeight, spec: DotSpec) -> tuple[jax.Array, ...]:
+    """The projections that lie side by side in y [..., N], unpadded."""
     outs, at = [], 0
     for n in spec.features:
         outs.append(y[..., at:at + n])
         at += padded(n, w.fprop.fmt)
-    return q, tuple(outs)
+    return tuple(outs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -155,12 +242,13 @@ def _saved(p: Precision) -> str:
 
 
 def _dot_fwd(x, w, taps, spec):
-    q, y = _fprop(x, w, spec)
     p, saved = spec.precision, x
-    if _saved(p) == "requantize":
-        saved = q
-    elif _saved(p) == "dual":
-        saved = _tokens_last(x, f"{spec.site}.xT", p.activation.along_tokens, p)
+    if _saved(p) == "dual":
+        q, saved = _both(_input(x, w.fprop.values.shape[-1]), f"{spec.site}.x", p.activation, spec)
+        y = _split(_product(q, w, x.dtype, spec), w, spec)
+    else:
+        q, y = _fprop(x, w, spec)
+        saved = q if _saved(p) == "requantize" else x
     # Empty slices carry widths and dtypes: whole masters among the residuals would be stacked once more by the scan over layers.
     return y, (saved, w, None if taps is None else tuple(t[:0] for t in taps), x[:0])
 
@@ -169,22 +257,26 @@ def _dot_bwd(spec, residuals, dys):
     saved, w, taps, x0 = residuals
     p, k = spec.precision, x0.shape[-1]
     dy = _columns(list(dys), w.fprop.fmt)
-    weight = w.fprop.T if w.dgrad is None else w.dgrad
-    dyq = _quantize_rows(dy, f"{spec.site}.dy", p.gradient)
-    dx = scaled_product(dyq, weight, spec.reductions)[..., :k].astype(x0.dtype)
     if taps is None:
-        return dx, None, None
-    # WGrad: both operands in groups along the tokens; dY from its bf16 value, x from what the policy saved.
+        return _dgrad(_quantize_rows(dy, f"{spec.site}.dy", p.gradient), w, x0, spec), None, None
+    dyq, dyt = _both(dy, f"{spec.site}.dy", p.gradient, spec)  # both from the bf16 value
+    dx = _dgrad(dyq, w, x0, spec)
+    # WGrad: both operands in groups along the tokens, x from what the policy saved.
+    site, turned = f"{spec.site}.xT", p.activation.along_tokens
     if _saved(p) == "requantize":
-        saved = dequantize(saved)
-    xt = saved if _saved(p) == "dual" else _tokens_last(saved, f"{spec.site}.xT", p.activation.along_tokens, p)
-    dyt = _tokens_last(dy, f"{spec.site}.dyT", p.gradient.along_tokens, p)
-    dw = scaled_product(dyt, xt, spec.reductions)
+        saved = _requantized(saved, site, turned, spec)
+    elif _saved(p) == "bf16":
+        saved = _tokens_last(saved, site, turned, p)
+    dw = _wgrad(dyt, saved, spec)
     grads, at = [], 0
     for n, tap in zip(spec.features, taps, strict=True):
         grads.append(dw[at:at + n, :k].astype(tap.dtype))
         at += padded(n, w.fprop.fmt)
     return dx, None, tuple(grads)
+
+
+def _dgrad(dy: QTensor, w: QWeight, x0: jax.Array, spec: DotSpec) -> jax.Array:
+    return _product(dy, w.backward, x0.dtype, spec)[..., :x0.shape[-1]]
 
 
 dot.defvjp(_dot_fwd, _dot_bwd)

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from jetrl_jax.errors import UserError, unknown
+from jetrl_jax.kernels.launch import KERNELS
 from jetrl_jax.numerics import REDUCTIONS
 
 FP8 = {"e4m3": 448.0, "e5m2": 57344.0}  # name -> largest finite value
@@ -111,11 +112,16 @@ def matches(pattern: str, path: str, num_layers: int = 0) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """The precision flow of one phase: a base, and overrides (path pattern, field, value), later ones win."""
+    """The precision flow of one phase: a base, and overrides (path pattern, field, value), later ones win.
+
+    kernels: whether products, attention and the vocabulary run as kernels on Hopper (`kernels.launch.KERNELS`). Quantizers always do there:
+    they give the same bits.
+    """
 
     base: Precision
     overrides: tuple[tuple[str, str, Format | str], ...] = ()
     reductions: str = "auto"
+    kernels: str = "auto"
 
     def at(self, path: str, num_layers: int = 0) -> Precision:
         """The precision at a path such as `layers/3/mlp/down`; `layers/-1/…` patterns count from the end."""
@@ -184,7 +190,7 @@ def _value(field: str, text: str) -> Format | str:
             raise unknown("policy_overrides.saved_activation", text, SAVED)
         return text
     if field not in _FORMATS:
-        raise unknown("field in policy_overrides", field, (*_FORMATS, "saved_activation", "reductions", "paths"))
+        raise unknown("field in policy_overrides", field, (*_FORMATS, "saved_activation", "reductions", "kernels", "paths"))
     return Format.parse(text, f"policy_overrides.{field}")
 
 
@@ -204,13 +210,18 @@ def _path_override(text: str, view: int) -> list[tuple[str, str, Format | str]]:
     return [(pattern, f, getattr(base, f)) for f in (*_FORMATS, "saved_activation") if f != "logits"]
 
 
-def make_policy(name: str, *, reductions: str = "auto", paths: tuple[str, ...] = (), **fields: str | None) -> PrecisionPolicy:
+def make_policy(
+    name: str, *, reductions: str = "auto", kernels: str = "auto", paths: tuple[str, ...] = (), **fields: str | None
+) -> PrecisionPolicy:
     """The preset `name`, with fields ("activation"="e4m3 1x128 pow2", …) changed everywhere and `paths` overrides on top."""
     if name not in _BASES:
         raise unknown("policy", name, PRESETS)
     if reductions not in REDUCTIONS:
         raise unknown("policy_overrides.reductions", reductions, REDUCTIONS)
+    if kernels not in KERNELS:
+        raise unknown("policy_overrides.kernels", kernels, KERNELS)
     changes: dict[str, Any] = {f: _value(f, text) for f, text in fields.items() if text is not None}
-    rollout, train = (Flow(dataclasses.replace(base, **changes), tuple(o for text in paths for o in _path_override(text, view)), reductions)
-                      for view, base in enumerate(_BASES[name]))
+    rollout, train = (
+        Flow(dataclasses.replace(base, **changes), tuple(o for text in paths for o in _path_override(text, view)), reductions, kernels)
+        for view, base in enumerate(_BASES[name]))
     return PrecisionPolicy(name, rollout, rollout if rollout == train else train)

@@ -15,10 +15,18 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.interpreters import batching, mlir
 
+from jetrl_jax.kernels.launch import abstract
 from jetrl_jax.precision import FP8, Format
 
 _STORAGE: dict[str, Any] = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2,
                             "bf16": jnp.bfloat16, "float32": jnp.float32, "float64": jnp.float64}
+
+
+def storage(fmt: Format) -> Any:
+    """The dtype in which a format's payload lies in memory."""
+    return jnp.dtype(_STORAGE[fmt.dtype])
+
+
 TINY = 2.0**-100  # the smallest amax: an all-zero block gets a finite scale
 
 
@@ -77,6 +85,10 @@ def _quantize(x: jax.Array, *, site: str, fmt: Format) -> list[jax.Array]:
     # float64 and rounded, the reciprocal is float32's to the bit (53 >= 2 · 24 + 2). Clipped, since XLA's cast gives NaN above the range.
     with jax.enable_x64(True):
         inverse = (1 / scale.astype(jnp.float64)).astype(jnp.float32)
+    # Subnormal numbers of float32 count as zeros of their sign: XLA's CPU takes them so, and kernels do.
+    own = jax.lax.bitcast_convert_type(blocks, jnp.uint32)
+    small = (own & jnp.uint32(0x7FFFFFFF)) < jnp.uint32(0x00800000)
+    blocks = jnp.where(small, jax.lax.bitcast_convert_type(own & jnp.uint32(0x80000000), jnp.float32), blocks)
     q = jnp.clip(blocks * inverse, -limit, limit)
     q = jnp.where(finite, q, 0.0).astype(_STORAGE[fmt.dtype]).reshape(*lead, rows, cols)
     return [q, jnp.where(finite, scale, jnp.nan)[..., 0, :, 0]]
@@ -88,16 +100,26 @@ _jitted = jax.jit(_quantize, static_argnames=("site", "fmt"))
 quantize_p.def_impl(lambda x, *, site, fmt: _jitted(x, site="", fmt=fmt))  # op by op: compiled once a format, wherever it stands
 
 
-def _abstract(x, **kw):
-    if not kw["fmt"].quantized:
-        scales = jax.core.ShapedArray((*x.shape[:-2], 1, 1), jnp.float32)
-        return [jax.core.ShapedArray(x.shape, jnp.dtype(_STORAGE[kw["fmt"].dtype])), scales]
-    like = jax.eval_shape(functools.partial(_quantize, **kw), jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return [jax.core.ShapedArray(s.shape, s.dtype) for s in like]
+def _abstract(x, *, site, fmt):
+    if fmt.dtype == "float64":  # outside an x64 region it would be traced as float32
+        return [jax.core.ShapedArray(x.shape, jnp.dtype(jnp.float64)), jax.core.ShapedArray((*x.shape[:-2], 1, 1), jnp.float32)]
+    return abstract(_quantize, x, site=site, fmt=fmt)
 
 
 quantize_p.def_abstract_eval(_abstract)
 mlir.register_lowering(quantize_p, mlir.lower_fun(_quantize, multiple_results=True))
+
+
+def _lower_cuda(ctx, x, *, site, fmt):
+    """On Hopper a kernel that gives the same bits, for the formats that one covers."""
+    from jetrl_jax.kernels import launch, operators
+
+    native = not launch.missing() and operators.supported(ctx.avals_in[0], site=site, fmt=fmt)
+    run = operators.native("native_quantize") if native else _quantize
+    return mlir.lower_fun(run, multiple_results=True)(ctx, x, site=site, fmt=fmt)
+
+
+mlir.register_lowering(quantize_p, _lower_cuda, platform="cuda")
 
 
 def _batch(args, dims, **kw):

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jetrl_jax.errors import UserError
+from jetrl_jax.kernels import products
+from jetrl_jax.kernels.operators import quantize_blocks_p
 from jetrl_jax.linear import QWeight, padded
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.precision import SITES, Flow, Precision, matches
@@ -29,10 +31,18 @@ def _pad(w: jax.Array, rows: int, cols: int) -> jax.Array:
     return jnp.pad(w, [(0, 0)] * (w.ndim - 2) + [(0, rows - w.shape[-2]), (0, cols - w.shape[-1])])
 
 
-def _weight(masters: list[jax.Array], site: str, p: Precision) -> QWeight:
-    """Masters [l, n, K] of one product -> QWeight: each quantized and padded alone, then laid side by side."""
+def _weight(masters: list[jax.Array], site: str, p: Precision, transposed: bool = False) -> QWeight:
+    """Masters [l, n, K] of one product -> QWeight: each quantized and padded alone, then laid side by side.
+
+    transposed: with the payload once more as DGrad's kernel reads it, [l, K, N], the same bytes written in the same pass.
+    """
     fmt = p.weight
     parts = [_pad(w, padded(w.shape[-2], fmt), padded(w.shape[-1], fmt)) for w in masters]
+    if transposed and products.fits(p.gradient, fmt) and fmt.block == products.BLOCKS:
+        made = [quantize_blocks_p.bind(w, declares=((f"{site}.w", fmt), None, (f"{site}.w", fmt))) for w in parts]
+        payload, shared, turned = (jnp.concatenate(x, axis) for x, axis in zip(zip(*made, strict=True), (-2, -2, -1), strict=True))
+        fprop = QTensor(payload, shared, f"{site}.w", fmt)
+        return QWeight(fprop, QTensor(turned, jnp.swapaxes(shared, -1, -2), f"{site}.w", fmt))
     q = [quantize(w, f"{site}.w", fmt) for w in parts]
     scales = [t.scales for t in q]
     if fmt.quantized and fmt.block[0] == 0:  # one scale a projection: repeated by rows of 128, since sizes differ
@@ -44,22 +54,26 @@ def _weight(masters: list[jax.Array], site: str, p: Precision) -> QWeight:
     return QWeight(fprop)
 
 
-def _segment(layers: dict, flow: Flow, segment: tuple[int, int], num_layers: int) -> dict:
+def _segment(layers: dict, flow: Flow, segment: tuple[int, int], num_layers: int, transposed: bool) -> dict:
     a, b = segment
     layers = jax.tree.map(lambda w: w[a:b], layers)
     dtype = operators_dtype(flow)
     out: dict[str, Any] = {n: layers[n].astype(dtype) for n in ("attn_norm", "mlp_norm")}
-    for module, products in PRODUCTS.items():
-        used = {n for names in products.values() for n in names}
+    for module, by_name in PRODUCTS.items():
+        used = {n for names in by_name.values() for n in names}
         out[module] = {n: w.astype(dtype) for n, w in layers[module].items() if n not in used}
-        for name, projections in products.items():
+        for name, projections in by_name.items():
             p = flow.at(f"layers/{a}/{module}/{name}", num_layers)
-            out[module][name] = _weight([layers[module][n] for n in projections], f"{flow.label(segment, num_layers)}/{module}/{name}", p)
+            out[module][name] = _weight([layers[module][n] for n in projections], f"{flow.label(segment, num_layers)}/{module}/{name}", p,
+                                        transposed)
     return out
 
 
-def quantize_params(flow: Flow, config: ModelConfig, params: dict) -> dict:
-    """Master params (float32, the tree of `ModelConfig.param_shapes`) -> the tree that `Transformer` reads as `q`. Pure, jit it."""
+def quantize_params(flow: Flow, config: ModelConfig, params: dict, transposed: bool = False) -> dict:
+    """Master params (float32, the tree of `ModelConfig.param_shapes`) -> the tree that `Transformer` reads as `q`. Pure, jit it.
+
+    transposed: for an update by kernels (`kernels.launch.missing` is ""): DGrad's payloads too. Rollout alone needs none.
+    """
     dtype = operators_dtype(flow)
     shared = config.tie_embeddings and flow.base.logits.dtype == flow.base.operators  # then lm_head reads `embed` itself
     head = None if shared else quantize(params["embed" if config.tie_embeddings else "lm_head"], "lm_head.w", flow.base.logits)
@@ -67,7 +81,7 @@ def quantize_params(flow: Flow, config: ModelConfig, params: dict) -> dict:
         "embed": params["embed"].astype(dtype),
         "final_norm": params["final_norm"].astype(dtype),
         "lm_head": head,
-        "segments": tuple(_segment(params["layers"], flow, s, config.num_layers) for s in flow.segments(config.num_layers)),
+        "segments": tuple(_segment(params["layers"], flow, s, config.num_layers, transposed) for s in flow.segments(config.num_layers)),
     }
 
 

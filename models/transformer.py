@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jetrl_jax.linear import DotSpec, dot, lookup, through
-from jetrl_jax.models.attention import attend
+from jetrl_jax.linear import DotSpec, QWeight, dot, lookup, through
+from jetrl_jax.models.attention import attend, attend_cache
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.qparams import operators_dtype
 from jetrl_jax.models.rope import rotate, tables
 from jetrl_jax.numerics import wide
 from jetrl_jax.precision import BF16, FLOAT64, Flow, Precision
-from jetrl_jax.quantize import QTensor, dequantize, quantize, straight_through
+from jetrl_jax.quantize import QTensor, quantize, straight_through
 
 if TYPE_CHECKING:
     from jetrl_jax.rollout.cache import KVCache
@@ -59,7 +59,7 @@ class _FlowModule(nn.Module):
         if self.is_initializing():
             return tuple(jnp.zeros((*x.shape[:-1], f), x.dtype) for f in features.values())
         given = tuple(t for t in taps if t is not None)
-        spec = DotSpec(self.site(site), self.precision(site), tuple(features.values()), self.flow.reductions)
+        spec = DotSpec(self.site(site), self.precision(site), tuple(features.values()), self.flow.reductions, self.flow.kernels)
         return dot(x, self.get_variable("q", site.split("/")[-1]), given or None, spec)
 
     def vector(self, name: str, size: int, init: Any = nn.initializers.ones) -> jax.Array:
@@ -90,12 +90,12 @@ class Attention(_FlowModule):
         if cache is None:
             kv: Any = (quantize(lax.stop_gradient(k), ksite, fmt), quantize(lax.stop_gradient(v), vsite, fmt))
             k, v = straight_through(k, ksite, fmt), straight_through(v, vsite, fmt)
+            y = attend(q, k, v, None, self.flow.reductions, self.site("attn"), self.flow.kernels)
         else:
             assert positions is not None, "a decode step writes at its positions"
             kv = cache.write(quantize(k, ksite, fmt), quantize(v, vsite, fmt), positions)
-            k, v = (dequantize(t, dtype=x.dtype) for t in kv.read())
-        y = attend(q, k, v, positions, self.flow.reductions, self.site("attn")).reshape(*x.shape[:2], -1)
-        return self.product(y, "attn/o", {"o": c.hidden_size})[0], kv
+            y = attend_cache(q, kv, positions, self.flow.reductions, self.site("attn"), self.flow.kernels)
+        return self.product(y.reshape(*x.shape[:2], -1), "attn/o", {"o": c.hidden_size})[0], kv
 
 
 class MLP(_FlowModule):
@@ -175,7 +175,8 @@ class Transformer(nn.Module):
         block, index = self._block(segment), jnp.arange(segment[1] - segment[0])
 
         def layer(x, master, i, cache=None):
-            q = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, i, 0, keepdims=False), stack)
+            q = jax.tree.map(lambda w: w.at(i) if isinstance(w, QWeight) else lax.dynamic_index_in_dim(w, i, 0, keepdims=False), stack,
+                             is_leaf=lambda w: isinstance(w, QWeight))
             variables = {"q": q} if master is None else {"q": q, "params": master}
             return block.apply(variables, x, rope, cache, positions)
 

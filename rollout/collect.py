@@ -16,7 +16,7 @@ from jetrl_jax.rollout.decode import Rollout, generate
 from jetrl_jax.rollout.sampling import Sampling
 from jetrl_jax.rollout.stopping import cut_at_stop_strings, text_before_stop
 
-quantize: Any = compile(quantize_params, static_argnums=(0, 1))  # (flow, model config, master) -> qparams
+quantize: Any = compile(quantize_params, static_argnums=(0, 1, 3))  # (flow, model config, master[, transposed]) -> qparams
 compiled_generate: Any = compile(generate, static_argnums=(0, 6, 7))
 
 

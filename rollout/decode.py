@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jetrl_jax.kernels.vocab import of_logits_p
 from jetrl_jax.models.head import HeadSpec, logits
 from jetrl_jax.models.transformer import Transformer, weight_of_head
 from jetrl_jax.rollout.cache import KVCache, from_prefill
-from jetrl_jax.rollout.sampling import Sampling, masked_logprob, sample
+from jetrl_jax.rollout.sampling import Sampling, sample
 
 
 @flax.struct.dataclass
@@ -72,7 +73,7 @@ def generate(model: Transformer, qparams: dict, prompts: jax.Array, prompt_lengt
         """Token i of every sequence that has not ended, written to `out`."""
         z = logits(hidden, head, spec)
         token, tau = sample(key, z, request_ids, lengths0 + i, sampling, model.flow.reductions)
-        logp = masked_logprob(z, token, tau, model.flow.reductions)
+        logp, = of_logits_p.bind(z, token, tau, reductions=spec.reductions, kernels=spec.kernels)
         token, logp = jnp.where(done, 0, token), jnp.where(done, 0.0, logp)
         out = Rollout(out.tokens.at[:, i].set(token), out.logprobs.at[:, i].set(logp), out.tau.at[:, i].set(jnp.where(done, -jnp.inf, tau)),
                       out.lengths + ~done, out.stopped | (~done & (token[:, None] == stop_ids).any(-1)))

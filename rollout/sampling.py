@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from jetrl_jax.errors import UserError
-from jetrl_jax.numerics import rest_of_max, wide
+from jetrl_jax.kernels.vocab import masked_logprob as masked_logprob  # re-exported
+from jetrl_jax.numerics import wide
 
 # Below this, logits / temperature leaves float32's useful range (and at 1e-39 overflows); what is meant is greedy decoding.
 MIN_TEMPERATURE = 1e-4
@@ -168,26 +169,3 @@ def sample(
 
     noisy = z + jax.vmap(noise)(request_ids, positions)
     return greedy(jnp.where(z >= tau[:, None], noisy, -jnp.inf)), tau
-
-
-def masked_logprob(z: jax.Array, tokens: jax.Array, tau: jax.Array, reductions: str = "auto") -> jax.Array:
-    """log p(token) under softmax over `{v : z_v >= tau}` and the token itself; differentiable in z.
-
-    The token belongs to the set even where a later z puts it below the stored tau: it was drawn (design.md, item 8). With tau = -inf
-    this is the plain log-softmax. Tokens outside the set get no gradient.
-
-    Args:
-      z: `[..., V]` float32. tokens: `[...]` int. tau: `[...]` float32. reductions: static, the type of the log-sum-exp.
-
-    Returns:
-      `[...]` float32, rounded once from the wide type of `jetrl_jax.numerics`.
-    """
-
-    def logprob(z: jax.Array, tokens: jax.Array, tau: jax.Array) -> jax.Array:
-        own = jnp.arange(z.shape[-1], dtype=jnp.int32) == tokens[..., None]
-        kept = jnp.where((z >= tau[..., None]) | own, z, -jnp.inf)
-        chosen = jnp.take_along_axis(z, tokens[..., None], axis=-1)[..., 0]
-        top, others = rest_of_max(kept)
-        return (chosen - top) - jnp.log1p(others)
-
-    return wide(logprob, reductions)(z, tokens, tau)

@@ -8,6 +8,7 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = os.environ.get("JETRL_TEST_PLATFORM", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2".strip()
+os.environ.setdefault("JETRL_KERNEL_CACHE", str(Path(__file__).parent.parent / "build" / "kernels"))  # not the user's
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # `tiny`, which the tests share
 

@@ -188,7 +188,7 @@ def skips_quantization(x, w, taps, spec, *, real=transformer.dot):
     if taps is None or not spec.site.endswith("mlp/down"):
         return real(x, w, taps, spec)
     n, k = spec.features[0], x.shape[-1]
-    return ((x.astype(jnp.float32) @ dequantize(w.fprop, (n, k)).T).astype(x.dtype),)
+    return ((x.astype(jnp.float32) @ dequantize(w.value.fprop, (n, k)).T).astype(x.dtype),)
 
 
 def test_a_dot_that_skips_quantization_is_found_and_the_run_refuses_to_start(monkeypatch):

@@ -234,8 +234,14 @@ def equations(jaxpr):
             yield from equations(inner)
 
 
+def sites_in(jaxpr):
+    """Where a program quantizes: by the primitive, or by a fused operator that declares it."""
+    single = [e.params["site"] for e in equations(jaxpr) if e.primitive is quantize_p]
+    return single + [d[0] for e in equations(jaxpr) for d in e.params.get("declares", ()) if d]
+
+
 def sites(f, *args):
-    return [e.params["site"] for e in equations(jax.make_jaxpr(f)(*args).jaxpr) if e.primitive is quantize_p]
+    return sites_in(jax.make_jaxpr(f)(*args).jaxpr)
 
 
 def gradient_of_dot(p, t=130):
@@ -250,7 +256,7 @@ def test_the_gradient_reads_the_payload_of_the_weight_and_casts_nothing_to_fp8(n
         for p in (flow.base, dataclasses.replace(flow.base, saved_activation="dual")):
             jaxpr = gradient_of_dot(p)
             assert not untagged_float8_casts(jaxpr)
-            found = [e.params["site"] for e in equations(jaxpr) if e.primitive is quantize_p]
+            found = sites_in(jaxpr)
             assert sorted(found) == ["here.dy", "here.dyT", "here.x", "here.xT"]  # each once; here.w was quantized before
 
 

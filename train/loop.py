@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from jetrl_jax import config as configs
 from jetrl_jax import flow
 from jetrl_jax.compile import compile
+from jetrl_jax.kernels import launch
 from jetrl_jax.metrics import MetricsWriter, step_line
 from jetrl_jax.models.weights import check_folder, load_params
 from jetrl_jax.rollout.collect import Sampler, Samples, quantize
@@ -100,10 +101,13 @@ def one_step(
 ) -> tuple[TrainState, dict[str, Any]]:
     """One optimizer step: rollout and update read the same payloads, quantized here once for each distinct view of the policy."""
     clock = [time.perf_counter()]
-    rolled = quantize(parts.policy.rollout, parts.model, state.params)
+    flow, unified = parts.policy.train, parts.policy.unified
+    # DGrad's kernel reads a transposed payload, made in the same pass.
+    kernels = not launch.missing() and flow.kernels != "off" and flow.reductions != "float64"
+    rolled = quantize(parts.policy.rollout, parts.model, state.params, unified and kernels)
     scored, position, measured = collect(config, parts, sampler, stream, state, rolled)
     clock.append(time.perf_counter())
-    trained = rolled if parts.policy.unified else quantize(parts.policy.train, parts.model, state.params)
+    trained = rolled if unified else quantize(flow, parts.model, state.params, kernels)
     del rolled
     batch, shaped = make_batch(config, parts, scored, reference)
     state, device = compiled_update(parts.spec, state, trained, batch)

@@ -7,6 +7,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jetrl_jax.errors import UserError
+from jetrl_jax.kernels import launch
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.qparams import check_paths
 from jetrl_jax.models.tokenizer import Tokenizer, load_tokenizer
@@ -24,9 +25,12 @@ def policy_of(config: ConfigDict, model: ModelConfig) -> PrecisionPolicy:
     """The precision policy that a config names, checked against the model's layers."""
     overrides = config.policy_overrides.to_dict()
     reductions = overrides.pop("reductions") or "auto"
-    policy = make_policy(config.policy, reductions=reductions, paths=tuple(overrides.pop("paths")), **overrides)
+    kernels = overrides.pop("kernels") or "auto"
+    policy = make_policy(config.policy, reductions=reductions, kernels=kernels, paths=tuple(overrides.pop("paths")), **overrides)
     for flow in (policy.rollout, policy.train):
         check_paths(flow, model)
+    if kernels == "required":
+        launch.require()
     return policy
 
 
