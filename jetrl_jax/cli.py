@@ -1,4 +1,4 @@
-"""The command line: `jetrl train | generate | flow | export | doctor`. A user's mistake is one message on stderr and exit code 2."""
+"""The command line: `jetrl train | generate | flow | export | doctor | bench`. A user's mistake is one message on stderr, exit code 2."""
 
 import sys
 from collections.abc import Callable
@@ -62,7 +62,16 @@ def doctor(args: Arguments) -> int:
     return code
 
 
-COMMANDS: dict[str, Callable[[Arguments], int]] = {"train": train, "generate": generate, "flow": flow, "export": export, "doctor": doctor}
+def bench(args: Arguments) -> int:
+    """Measure on the GPU at hand: jetrl bench kernels | tune | page (exit code 1 if nothing could be measured)."""
+    from jetrl_jax.bench.command import main
+
+    return main(args.name, args.flags)
+
+
+COMMANDS: dict[str, Callable[[Arguments], int]] = {
+    "train": train, "generate": generate, "flow": flow, "export": export, "doctor": doctor, "bench": bench}
+NAMED = ("bench",)  # commands whose first word is a name
 
 
 def flags_of(command: str) -> flags.FlagValues:
@@ -77,6 +86,14 @@ def flags_of(command: str) -> flags.FlagValues:
         flags.DEFINE_string("run", "", "The run's folder (`out` of its config).", flag_values=values)
         flags.DEFINE_string("out", "", "The folder to write.", flag_values=values)
         flags.DEFINE_integer("step", None, "The checkpoint's step; the newest if not given.", lower_bound=0, flag_values=values)
+    if command == "bench":
+        flags.DEFINE_string("only", "", "Comma-separated groups (kernels: fprop, dgrad, wgrad, passes, linear, lm_head, decode, attention; "
+                            "tune: gemm, wgrad, decode, attention); all if not given.", flag_values=values)
+        flags.DEFINE_string("shapes", "", "Comma-separated models whose layer shapes are measured (qwen3-8b, qwen3-32b, llama-3.1-8b, "
+                            "qwen2.5-0.5b); all if not given.", flag_values=values)
+        flags.DEFINE_string("out", "", "The file to write: rows of kernels (none if not given), the table of tune (the packaged one if not "
+                            "given), the page (docs/bench.md).", flag_values=values)
+        flags.DEFINE_float("seconds", 0.0, "Begin nothing new after so many seconds; 0 is no limit.", lower_bound=0.0, flag_values=values)
     return values
 
 
@@ -95,9 +112,9 @@ def run(argv: list[str]) -> int:
     if command not in COMMANDS:
         raise unknown("command", command, COMMANDS)
     if any(word in ("--help", "-h", "-help") for word in rest):
-        print(help_text(command, COMMANDS[command].__doc__ or "", flags_of(command)))
+        print(help_text(f"{command} NAME" if command in NAMED else command, COMMANDS[command].__doc__ or "", flags_of(command)))
         return 0
-    return COMMANDS[command](parse(rest, flags_of(command)))
+    return COMMANDS[command](parse(rest, flags_of(command), named=command in NAMED))
 
 
 def main(argv: list[str] | None = None) -> int:

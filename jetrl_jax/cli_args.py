@@ -19,11 +19,12 @@ from jetrl_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What the user gave: the config's name or path, overrides in order, and the command's flags."""
+    """What the user gave: the config's name or path, overrides in order, the command's flags, and the name of a command that takes one."""
 
     config_name: str
     overrides: tuple[tuple[str, str], ...]
     flags: flags.FlagValues
+    name: str = ""
 
     def config(self) -> ConfigDict:
         """The config with its overrides, checked."""
@@ -33,8 +34,11 @@ class Arguments:
         return configuration.load(self.config_name, self.overrides)
 
 
-def parse(argv: Sequence[str], values: flags.FlagValues) -> Arguments:
-    """Read a command's arguments. `values` defines its flags; a flag `config` among them says that the command takes a config."""
+def parse(argv: Sequence[str], values: flags.FlagValues, named: bool = False) -> Arguments:
+    """Read a command's arguments. `values` defines its flags; a flag `config` among them says that the command takes a config.
+
+    named: one word that is no flag is the command's name for what it is to do (`jetrl bench kernels`).
+    """
     takes_config = "config" in values
     rest, overrides = split_overrides(argv) if takes_config else (list(argv), [])
     values.set_gnu_getopt(True)  # flags may follow words, so that every extra word is named
@@ -44,9 +48,10 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> Arguments:
         raise UserError(f"unknown flag --{e.flagname}: {_hint(e.flagname, list(values))}") from None
     except flags.Error as e:
         raise UserError(str(e)) from None
+    name = words.pop(0) if named and words else ""
     if words:
         raise UserError(f"extra words on the command line: {' '.join(map(repr, words))}; every argument is a flag, --NAME=VALUE")
-    return Arguments(str(values["config"].value) if takes_config else "", tuple(overrides), values)
+    return Arguments(str(values["config"].value) if takes_config else "", tuple(overrides), values, name)
 
 
 def _hint(name: str, known: list[str]) -> str:
