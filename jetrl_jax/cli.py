@@ -88,7 +88,7 @@ def flags_of(command: str) -> flags.FlagValues:
         flags.DEFINE_integer("step", None, "The checkpoint's step; the newest if not given.", lower_bound=0, flag_values=values)
     if command == "bench":
         flags.DEFINE_string("only", "", "Comma-separated groups (kernels: fprop, dgrad, wgrad, passes, linear, lm_head, decode, attention; "
-                            "tune: gemm, wgrad, decode, attention); all if not given.", flag_values=values)
+                            "tune: gemm, wgrad, decode, lm_head, attention); all if not given.", flag_values=values)
         flags.DEFINE_string("shapes", "", "Comma-separated models whose layer shapes are measured (qwen3-8b, qwen3-32b, llama-3.1-8b, "
                             "qwen2.5-0.5b); all if not given.", flag_values=values)
         flags.DEFINE_string("out", "", "The file to write: rows of kernels (none if not given), the table of tune (the packaged one if not "

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jetrl_jax.bench import decoding, precompile, products, timing
+from jetrl_jax.bench import data, decoding, precompile, products, timing
 from jetrl_jax.bench.shapes import MODELS, ROWS, Shapes, select
 from jetrl_jax.bench.works import Run
 from jetrl_jax.kernels import tuned
@@ -81,6 +81,19 @@ def decode(shapes: Shapes) -> Iterator[Case]:
             yield Case("decode" if m <= kernel.ROWS else "decode_wide", m, n, k, kernel.candidates(m, n, k), build)
 
 
+def lm_head(shapes: Shapes) -> Iterator[Case]:
+    """`ordered_dot` by few rows and by many."""
+    from jetrl_jax.kernels import ordered_dot as kernel
+
+    v, d = shapes.vocabulary, shapes.hidden
+    for m in (DECODE_ROWS[0], ROWS):
+        def build(config, m=m):
+            operands = data.normal((m, d), 1), data.normal((v, d), 2, d**-0.5)
+            return timing.program(lambda x, w: kernel.product(x, w, config=config), [operands])
+
+        yield Case("ordered_dot", m, v, d, kernel.candidates(m), build)
+
+
 def attention(shapes: Shapes) -> Iterator[Case]:
     from jetrl_jax.kernels import decode_attention as kernel
 
@@ -90,7 +103,9 @@ def attention(shapes: Shapes) -> Iterator[Case]:
                    functools.partial(decoding.attention_program, shapes, fp8))
 
 
-KERNELS: dict[str, Callable[[Shapes], Iterator[Case]]] = {"gemm": gemm, "wgrad": wgrad, "decode": decode, "attention": attention}
+KERNELS: dict[str, Callable[[Shapes], Iterator[Case]]] = {
+    "gemm": gemm, "wgrad": wgrad, "decode": decode, "lm_head": lm_head, "attention": attention,
+}
 
 
 def check(only: str, shapes: str) -> None:
