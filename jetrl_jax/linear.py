@@ -17,8 +17,8 @@ from jax import lax
 
 from jetrl_jax.errors import UserError
 from jetrl_jax.kernels import launch, products
-from jetrl_jax.kernels.operators import quantize_both_p, requantize_p
-from jetrl_jax.numerics import wide_dot
+from jetrl_jax.kernels.operators import norm_backward_p, norm_quantize_p, quantize_both_p, requantize_p, silu_quantize_p
+from jetrl_jax.numerics import wide, wide_dot
 from jetrl_jax.precision import Format, Precision
 from jetrl_jax.quantize import QTensor, dequantize, quantize
 
@@ -59,13 +59,28 @@ class QWeight:
 
 @dataclasses.dataclass(frozen=True)
 class DotSpec:
-    """What is static in a product: its site, its formats, and the unpadded sizes of the projections side by side in it."""
+    """What is static in a product: its site, its formats, and the unpadded sizes of the projections side by side in it.
+
+    before: what its inputs pass first: "" nothing (x), "norm" RMSNorm with `eps` (x, gain), "silu" SiLU·mul (gate, up).
+    """
 
     site: str
     precision: Precision
     features: tuple[int, ...]
     reductions: str = "auto"
     kernels: str = "auto"
+    before: str = ""
+    eps: float = 0.0
+
+    @property
+    def fuses(self) -> bool:
+        """Whether what stands before the product is done in the same kernel as its quantization: FP8 in rows of 128 columns, saved so too.
+
+        Both phases decide it alike, from the policy alone: a norm that one phase fuses would round otherwise than the other's.
+        """
+        p = self.precision
+        rows = p.activation.quantized and p.activation.block == products.ROWS and p.weight.quantized and p.saved_activation == "requantize"
+        return rows and self.reductions == "auto" and self.kernels != "off" and p.operators == "bf16"
 
 
 def padded(n: int, fmt: Format) -> int:
@@ -209,9 +224,40 @@ def _wgrad(dy: QTensor, x: QTensor, spec: DotSpec) -> jax.Array:
     return scaled_product(dy, x, spec.reductions)
 
 
-def _fprop(x: jax.Array, w: QWeight, spec: DotSpec) -> tuple[QTensor, tuple[jax.Array, ...]]:
-    q = _quantize_rows(_input(x, w.fprop.values.shape[-1]), f"{spec.site}.x", spec.precision.activation)
-    return q, _split(_product(q, w, x.dtype, spec), w, spec)
+def _entered(inputs: tuple[jax.Array, ...], width: int, spec: DotSpec) -> QTensor:
+    """The product's input, quantized by rows, with `width` columns as the weight has."""
+    site, fmt = f"{spec.site}.x", spec.precision.activation
+    if not spec.before:
+        return _quantize_rows(_input(inputs[0], width), site, fmt)
+    if spec.before == "norm":
+        x, gain = inputs
+        values, scales = norm_quantize_p.bind(x, gain.astype(x.dtype), eps=spec.eps, declares=((site, fmt), None))
+    else:
+        values, scales = silu_quantize_p.bind(*inputs, declares=((site, fmt), None))
+    if values.shape[-1] != width:  # fewer columns than a block are a block of their own
+        values = lax.pad(values, np.zeros((), values.dtype), [(0, 0, 0), (0, 0, 0), (0, width - values.shape[-1], 0)])
+    return QTensor(values, scales, site, fmt)
+
+
+def silu_mul(g: jax.Array, u: jax.Array, reductions: str) -> jax.Array:
+    """silu(g) · u (SwiGLU, arXiv 2002.05202), both [..., F], in g's dtype."""
+    return wide(lambda g, u: jax.nn.silu(g) * u, reductions, g.dtype)(g, u)
+
+
+def _left(dx: jax.Array, inputs: tuple[jax.Array, ...], spec: DotSpec) -> tuple[jax.Array, ...]:
+    """Gradients of the inputs from that of what the product multiplied."""
+    if spec.before == "norm":
+        x, gain = inputs
+        dx, dgain = norm_backward_p.bind(dx, x, gain.astype(x.dtype), eps=spec.eps, declares=(None, None))
+        return dx, dgain.astype(gain.dtype)
+    if spec.before == "silu":
+        return jax.vjp(lambda g, u: silu_mul(g, u, spec.reductions), *inputs)[1](dx)
+    return (dx,)
+
+
+def _fprop(inputs: tuple[jax.Array, ...], w: QWeight, spec: DotSpec) -> tuple[QTensor, tuple[jax.Array, ...]]:
+    q = _entered(inputs, w.fprop.values.shape[-1], spec)
+    return q, _split(_product(q, w, inputs[0].dtype, spec), w, spec)
 
 
 def _split(y: jax.Array, w: QWeight, spec: DotSpec) -> tuple[jax.Array, ...]:
@@ -223,9 +269,14 @@ def _split(y: jax.Array, w: QWeight, spec: DotSpec) -> tuple[jax.Array, ...]:
     return tuple(outs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def dot(x: jax.Array, w: QWeight, taps: tuple[jax.Array, ...] | None, spec: DotSpec) -> tuple[jax.Array, ...]:
-    """x [B, T, K] by the projections in `w` -> one [B, T, n] for each n in spec.features, in x's dtype.
+    """`dot_after` of x [B, T, K] alone."""
+    return dot_after((x,), w, taps, spec)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def dot_after(inputs: tuple[jax.Array, ...], w: QWeight, taps: tuple[jax.Array, ...] | None, spec: DotSpec) -> tuple[jax.Array, ...]:
+    """Inputs (see `DotSpec.before`) [B, T, K] by the projections in `w` -> one [B, T, n] for each n in spec.features, in their dtype.
 
     Args:
       taps: float32 masters [n, K], one a projection: unused in the forward, given the gradient in the backward; None where only rollout
@@ -233,7 +284,7 @@ def dot(x: jax.Array, w: QWeight, taps: tuple[jax.Array, ...] | None, spec: DotS
     FProp, DGrad and WGrad as Jet-RL's section on the precision flow (reference notes; design.md "Numerics" 3 to 5): activations and
     gradients are quantized at the product's input, the weight's payload is shared, the gradient is straight-through.
     """
-    return _fprop(x, w, spec)[1]
+    return _fprop(inputs, w, spec)[1]
 
 
 def _saved(p: Precision) -> str:
@@ -241,24 +292,25 @@ def _saved(p: Precision) -> str:
     return p.saved_activation if p.activation.quantized else "bf16"
 
 
-def _dot_fwd(x, w, taps, spec):
-    p, saved = spec.precision, x
+def _dot_fwd(inputs, w, taps, spec):
+    p, x = spec.precision, inputs[0]
     if _saved(p) == "dual":
         q, saved = _both(_input(x, w.fprop.values.shape[-1]), f"{spec.site}.x", p.activation, spec)
         y = _split(_product(q, w, x.dtype, spec), w, spec)
     else:
-        q, y = _fprop(x, w, spec)
+        q, y = _fprop(inputs, w, spec)
         saved = q if _saved(p) == "requantize" else x
     # Empty slices carry widths and dtypes: whole masters among the residuals would be stacked once more by the scan over layers.
-    return y, (saved, w, None if taps is None else tuple(t[:0] for t in taps), x[:0])
+    return y, (saved, w, None if taps is None else tuple(t[:0] for t in taps), x[:0], inputs if spec.before else ())
 
 
 def _dot_bwd(spec, residuals, dys):
-    saved, w, taps, x0 = residuals
+    saved, w, taps, x0, inputs = residuals
     p, k = spec.precision, x0.shape[-1]
     dy = _columns(list(dys), w.fprop.fmt)
     if taps is None:
-        return _dgrad(_quantize_rows(dy, f"{spec.site}.dy", p.gradient), w, x0, spec), None, None
+        dx = _dgrad(_quantize_rows(dy, f"{spec.site}.dy", p.gradient), w, x0, spec)
+        return _left(dx, inputs, spec), None, None
     dyq, dyt = _both(dy, f"{spec.site}.dy", p.gradient, spec)  # both from the bf16 value
     dx = _dgrad(dyq, w, x0, spec)
     # WGrad: both operands in groups along the tokens, x from what the policy saved.
@@ -272,14 +324,14 @@ def _dot_bwd(spec, residuals, dys):
     for n, tap in zip(spec.features, taps, strict=True):
         grads.append(dw[at:at + n, :k].astype(tap.dtype))
         at += padded(n, w.fprop.fmt)
-    return dx, None, tuple(grads)
+    return _left(dx, inputs, spec), None, tuple(grads)
 
 
 def _dgrad(dy: QTensor, w: QWeight, x0: jax.Array, spec: DotSpec) -> jax.Array:
     return _product(dy, w.backward, x0.dtype, spec)[..., :x0.shape[-1]]
 
 
-dot.defvjp(_dot_fwd, _dot_bwd)
+dot_after.defvjp(_dot_fwd, _dot_bwd)
 
 
 @jax.custom_vjp

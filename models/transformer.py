@@ -4,6 +4,7 @@ Rollout is `apply({"q": qparams}, …)`, update `apply({"params": master, "q": q
 only where the gradient arrives. Layers are stacked; consecutive layers of equal precision are one `lax.scan` (design.md, "Contracts").
 """
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jetrl_jax.linear import DotSpec, QWeight, dot, lookup, through
+from jetrl_jax.linear import DotSpec, QWeight, dot, dot_after, lookup, silu_mul, through
 from jetrl_jax.models.attention import attend, attend_cache
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.qparams import operators_dtype
@@ -53,14 +54,28 @@ class _FlowModule(nn.Module):
     def site(self, site: str) -> str:
         return f"{self.flow.label(self.segment, self.config.num_layers)}/{site}"
 
-    def product(self, x: jax.Array, site: str, features: dict[str, int]) -> tuple[jax.Array, ...]:
-        """x [B, T, K] by the projections `features` (name -> N) that lie side by side at `site` -> one [B, T, N] each."""
+    def product(
+        self, inputs: tuple[jax.Array, ...], site: str, features: dict[str, int], before: str = ""
+    ) -> tuple[jax.Array, ...]:
+        """[B, T, K] by the projections `features` (name -> N) that lie side by side at `site` -> one [B, T, N] each.
+
+        inputs: x; or before="norm": x and a norm's weight [K]; or before="silu": gate and up.
+        """
+        x, eps = inputs[0], self.config.rms_norm_eps
         taps = [self._master(n, (f, x.shape[-1]), nn.initializers.normal(INIT_STD)) for n, f in features.items()]
         if self.is_initializing():
             return tuple(jnp.zeros((*x.shape[:-1], f), x.dtype) for f in features.values())
         given = tuple(t for t in taps if t is not None)
-        spec = DotSpec(self.site(site), self.precision(site), tuple(features.values()), self.flow.reductions, self.flow.kernels)
-        return dot(x, self.get_variable("q", site.split("/")[-1]), given or None, spec)
+        flow, sizes = self.flow, tuple(features.values())
+        spec = DotSpec(self.site(site), self.precision(site), sizes, flow.reductions, flow.kernels, before, eps)
+        w: QWeight = self.get_variable("q", site.split("/")[-1])
+        if before and spec.fuses:
+            return dot_after(inputs, w, given or None, spec)
+        if before == "norm":
+            x = rms_norm(x, inputs[1], eps, flow.reductions)
+        elif before == "silu":
+            x = silu_mul(x, inputs[1], flow.reductions)
+        return dot(x, w, given or None, dataclasses.replace(spec, before=""))
 
     def vector(self, name: str, size: int, init: Any = nn.initializers.ones) -> jax.Array:
         """A norm's weight or a bias [size], see `_vector`."""
@@ -73,11 +88,14 @@ class _FlowModule(nn.Module):
 
 class Attention(_FlowModule):
     @nn.compact
-    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], cache: "KVCache | None", positions: jax.Array | None):
-        """x [B, T, D] -> [B, T, D] and the KV: of the whole sequence (cache None), or the cache with this token written at `positions`."""
+    def __call__(
+        self, x: jax.Array, gain: jax.Array, rope: tuple[jax.Array, jax.Array], cache: "KVCache | None", positions: jax.Array | None
+    ):
+        """x [B, T, D], normed by `gain` [D] -> [B, T, D] and the KV: of the whole sequence (cache None), or the cache with this token
+        written at `positions`."""
         c, fmt = self.config, self.precision("attn/kv_cache").kv_cache
         sizes = {"q": c.num_heads * c.head_dim, "k": c.num_kv_heads * c.head_dim, "v": c.num_kv_heads * c.head_dim}
-        q, k, v = self.product(x, "attn/qkv", sizes)
+        q, k, v = self.product((x, gain), "attn/qkv", sizes, "norm")
         if c.qkv_bias:
             biases = (self.vector(f"{n}_bias", size, nn.initializers.zeros) for n, size in sizes.items())
             q, k, v = ((y + bias).astype(x.dtype) for y, bias in zip((q, k, v), biases, strict=True))
@@ -95,17 +113,16 @@ class Attention(_FlowModule):
             assert positions is not None, "a decode step writes at its positions"
             kv = cache.write(quantize(k, ksite, fmt), quantize(v, vsite, fmt), positions)
             y = attend_cache(q, kv, positions, self.flow.reductions, self.site("attn"), self.flow.kernels)
-        return self.product(y.reshape(*x.shape[:2], -1), "attn/o", {"o": c.hidden_size})[0], kv
+        return self.product((y.reshape(*x.shape[:2], -1),), "attn/o", {"o": c.hidden_size})[0], kv
 
 
 class MLP(_FlowModule):
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [B, T, D] -> [B, T, D] by down(silu(gate) · up) (SwiGLU, arXiv 2002.05202)."""
+    def __call__(self, x: jax.Array, gain: jax.Array) -> jax.Array:
+        """x [B, T, D], normed by `gain` [D] -> [B, T, D] by down(silu(gate) · up) (SwiGLU, arXiv 2002.05202)."""
         c = self.config
-        g, u = self.product(x, "mlp/gate_up", {"gate": c.intermediate_size, "up": c.intermediate_size})
-        h = wide(lambda g, u: jax.nn.silu(g) * u, self.flow.reductions, x.dtype)(g, u)
-        return self.product(h, "mlp/down", {"down": c.hidden_size})[0]
+        gu = self.product((x, gain), "mlp/gate_up", {"gate": c.intermediate_size, "up": c.intermediate_size}, "norm")
+        return self.product(gu, "mlp/down", {"down": c.hidden_size}, "silu")[0]
 
 
 class Block(_FlowModule):
@@ -115,9 +132,9 @@ class Block(_FlowModule):
     ):
         """One layer: x [B, T, D] -> x and its KV (see `Attention`)."""
         where: dict[str, Any] = {"config": self.config, "flow": self.flow, "segment": self.segment}
-        y, kv = Attention(**where, name="attn")(self.norm(x, "attn_norm"), rope, cache, positions)
+        y, kv = Attention(**where, name="attn")(x, self.vector("attn_norm", x.shape[-1]), rope, cache, positions)
         x = x + y
-        return x + MLP(**where, name="mlp")(self.norm(x, "mlp_norm")), kv
+        return x + MLP(**where, name="mlp")(x, self.vector("mlp_norm", x.shape[-1])), kv
 
 
 class Transformer(nn.Module):

@@ -11,6 +11,7 @@ from tiny import CONFIG, NEW, WIDTH, update_spec
 
 from jetrl_jax.errors import UserError
 from jetrl_jax.flow import Edge, edges, report, require, untagged_float8_casts, verdict
+from jetrl_jax.linear import silu_mul
 from jetrl_jax.models import transformer
 from jetrl_jax.models.qparams import quantize_params
 from jetrl_jax.precision import BF16, PRESETS, Format, PrecisionPolicy, make_policy
@@ -183,10 +184,11 @@ def test_one_moved_quantization_point_turns_the_verdict(what):
     assert f"{count} rollout edges differ" in require(policy, CONFIG)
 
 
-def skips_quantization(x, w, taps, spec, *, real=transformer.dot):
-    """A dot whose training side forgets to quantize the input of mlp/down."""
+def skips_quantization(inputs, w, taps, spec, *, real=transformer.dot_after):
+    """A product whose training side forgets to quantize the input of mlp/down."""
     if taps is None or not spec.site.endswith("mlp/down"):
-        return real(x, w, taps, spec)
+        return real(inputs, w, taps, spec)
+    x = silu_mul(*inputs, spec.reductions)
     n, k = spec.features[0], x.shape[-1]
     return ((x.astype(jnp.float32) @ dequantize(w.value.fprop, (n, k)).T).astype(x.dtype),)
 
@@ -194,7 +196,7 @@ def skips_quantization(x, w, taps, spec, *, real=transformer.dot):
 def test_a_dot_that_skips_quantization_is_found_and_the_run_refuses_to_start(monkeypatch):
     policy = make_policy("jet_fp8")
     assert require(policy, CONFIG).startswith("precision flow: rollout's 14 edges all lie in training's forward")
-    monkeypatch.setattr(transformer, "dot", skips_quantization)
+    monkeypatch.setattr(transformer, "dot_after", skips_quantization)
     v = verdict(policy, CONFIG)
     assert v.extra == [Edge("layers/mlp/down", "dot_general", "x", FP8)]
     assert "layers/mlp/down.x is e4m3 1x128 float32 in rollout, absent in training" in report(policy, v)
@@ -205,10 +207,12 @@ def test_a_dot_that_skips_quantization_is_found_and_the_run_refuses_to_start(mon
 def test_a_quantization_that_only_rollout_skips_is_found(monkeypatch):
     """A subset of labelled edges would hold: what enters a product unlabelled is an edge of its own."""
 
-    def rollout_skips(x, w, taps, spec, *, real=transformer.dot):
-        return skips_quantization(x, w, () if taps is None else None, spec) if spec.site.endswith("mlp/down") else real(x, w, taps, spec)
+    def rollout_skips(inputs, w, taps, spec, *, real=transformer.dot_after):
+        if spec.site.endswith("mlp/down"):
+            return skips_quantization(inputs, w, () if taps is None else None, spec)
+        return real(inputs, w, taps, spec)
 
-    monkeypatch.setattr(transformer, "dot", rollout_skips)
+    monkeypatch.setattr(transformer, "dot_after", rollout_skips)
     v = verdict(make_policy("jet_fp8"), CONFIG)
     assert [(e.path, e.operand) for e in v.extra] == [("layers/mlp/down", "unlabelled")]
     with pytest.raises(UserError, match="unlabelled"):

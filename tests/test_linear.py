@@ -17,8 +17,9 @@ from jax.extend import core as jex
 from jetrl_jax import linear
 from jetrl_jax.compile import compile
 from jetrl_jax.flow import untagged_float8_casts
-from jetrl_jax.linear import DotSpec, dot, lookup, scaled_product, through
+from jetrl_jax.linear import DotSpec, dot, dot_after, lookup, scaled_product, silu_mul, through
 from jetrl_jax.models.qparams import _weight
+from jetrl_jax.models.transformer import rms_norm
 from jetrl_jax.precision import BF16, PRESETS, Format, make_policy
 from jetrl_jax.quantize import QTensor, quantize, quantize_p
 
@@ -263,6 +264,37 @@ def test_the_gradient_reads_the_payload_of_the_weight_and_casts_nothing_to_fp8(n
 def test_a_stray_cast_is_found():
     jaxpr = jax.make_jaxpr(jax.grad(jax.jit(lambda x: x.astype(jnp.float8_e4m3fn).astype(jnp.float32).sum())))(jnp.ones(4)).jaxpr
     assert len(untagged_float8_casts(jaxpr)) == 2  # the value, and its cotangent: the crushed gradient
+
+
+@pytest.mark.parametrize("before", ["norm", "silu"])
+@pytest.mark.parametrize("shape", [LONG, SHORT], ids=str)
+def test_what_stands_before_a_product_may_be_fused_with_it(before, shape):
+    """The bits of norm (or SiLU·mul), then product; and the gradients of all inputs."""
+    eps, k = 1e-6, shape[-1]
+    x = jnp.asarray(drawn(0, shape), jnp.bfloat16)
+    inputs = (x, jnp.asarray(drawn(1, (k,)))) if before == "norm" else (x, jnp.asarray(drawn(1, shape), jnp.bfloat16))
+    masters = [drawn(2, (70, k)), drawn(3, (20, k))]
+    ct = tuple(jnp.asarray(drawn(4 + i, (*shape[:-1], len(m))), jnp.bfloat16) for i, m in enumerate(masters))
+    fused = dataclasses.replace(spec_of(masters, JET), before=before, eps=eps)
+    assert fused.fuses
+    assert not any(dataclasses.replace(fused, **change).fuses for change in ({"kernels": "off"}, {"reductions": "float32"}))
+    assert not any(DotSpec("here", p, (1,), before=before).fuses for p in (policy("bf16"), policy("fp8_rowwise"), policy("float64")))
+
+    def apart(inputs, w, taps):
+        x = rms_norm(*inputs, eps, "auto") if before == "norm" else silu_mul(*inputs, "auto")
+        return dot(x, w, taps, spec_of(masters, JET))
+
+    def run(f):
+        y, vjp = jax.vjp(lambda inputs, taps: f(inputs, weight(masters, JET), taps), inputs, tuple(map(jnp.asarray, masters)))
+        return y, vjp(ct)
+
+    together, one_by_one = (compile(functools.partial(run, f))() for f in (lambda *a: dot_after(*a, fused), apart))
+    for a, b in zip(jax.tree.leaves(together[0]), jax.tree.leaves(one_by_one[0]), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    for a, b in zip(jax.tree.leaves(together[1]), jax.tree.leaves(one_by_one[1]), strict=True):
+        assert a.dtype == b.dtype
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(b)
 
 
 def test_dgrad_is_the_product_with_the_transposed_payload():

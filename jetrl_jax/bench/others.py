@@ -1,5 +1,6 @@
 """Others' matrix products, which ours are measured against: XLA's in bf16 and FP8, cuBLASLt's block-scaled one by way of torch."""
 
+import functools
 import importlib
 from collections.abc import Sequence
 from typing import Any
@@ -60,9 +61,9 @@ def xla_fp8_program(sets: Sequence[tuple]) -> timing.Contestant:
     """
     for product in (xla_fp8, xla_fp8_direct):
         for jit in (compile, jax.jit):
-            compiled = jit(lambda sets, product=product: [product(*s) for s in sets]).lower(sets).compile()
+            compiled: Any = jit(lambda sets, product=product: [product(*s) for s in sets]).lower(sets).compile()
             if in_8_bits(compiled.as_text()):
-                return timing.Contestant(XLA_FP8, lambda compiled=compiled: compiled(sets), len(sets))  # no `lower`: XLA's alone
+                return timing.Contestant(XLA_FP8, functools.partial(compiled, sets), len(sets))  # no `lower`: XLA's alone
     raise RuntimeError("XLA widened the FP8 payloads and multiplied in bf16")
 
 
