@@ -1,5 +1,6 @@
 """Where the tests run: on the CPU with two devices (pmap variants need them), or on what JETRL_TEST_PLATFORM names, such as `cuda`."""
 
+import atexit
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,12 @@ sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # `tiny`, which the 
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+
+@atexit.register
+def _quiet_end() -> None:
+    """At the very end triton's bindings list on stderr what they leaked (triton 3.9), after pytest's closing line."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
