@@ -18,7 +18,7 @@ from jax import lax
 from jetrl_jax.errors import UserError
 from jetrl_jax.kernels import launch, products
 from jetrl_jax.kernels.operators import norm_backward_p, norm_quantize_p, quantize_both_p, requantize_p, silu_quantize_p
-from jetrl_jax.numerics import wide, wide_dot
+from jetrl_jax.numerics import silu_mul, wide_dot
 from jetrl_jax.precision import Format, Precision
 from jetrl_jax.quantize import QTensor, dequantize, quantize
 
@@ -237,11 +237,6 @@ def _entered(inputs: tuple[jax.Array, ...], width: int, spec: DotSpec) -> QTenso
     if values.shape[-1] != width:  # fewer columns than a block are a block of their own
         values = lax.pad(values, np.zeros((), values.dtype), [(0, 0, 0), (0, 0, 0), (0, width - values.shape[-1], 0)])
     return QTensor(values, scales, site, fmt)
-
-
-def silu_mul(g: jax.Array, u: jax.Array, reductions: str) -> jax.Array:
-    """silu(g) · u (SwiGLU, arXiv 2002.05202), both [..., F], in g's dtype."""
-    return wide(lambda g, u: jax.nn.silu(g) * u, reductions, g.dtype)(g, u)
 
 
 def _left(dx: jax.Array, inputs: tuple[jax.Array, ...], spec: DotSpec) -> tuple[jax.Array, ...]:

@@ -73,6 +73,16 @@ def wide(f: Callable, reductions: str = "auto", out: Any = jnp.float32) -> Calla
     return lambda *xs: g(*[jnp.asarray(x) for x in xs])
 
 
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, reductions: str = "auto") -> jax.Array:
+    """x [..., D] over its root mean square, times weight [D] (arXiv 1910.07467), x's dtype."""
+    return wide(lambda x, w: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * w, reductions, x.dtype)(x, weight)
+
+
+def silu_mul(g: jax.Array, u: jax.Array, reductions: str = "auto") -> jax.Array:
+    """silu(g) · u (SwiGLU, arXiv 2002.05202), both [..., F], in g's dtype."""
+    return wide(lambda g, u: jax.nn.silu(g) * u, reductions, g.dtype)(g, u)
+
+
 def rest_of_max(z: jax.Array) -> tuple[jax.Array, jax.Array]:
     """z [..., V] -> its largest m [...] and Σ e^(z - m) over all entries but that one [...]; log-sum-exp is m + log1p of it.
 

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jetrl_jax.linear import DotSpec, QWeight, dot, dot_after, lookup, silu_mul, through
+from jetrl_jax.linear import DotSpec, QWeight, dot, dot_after, lookup, through
 from jetrl_jax.models.attention import attend, attend_cache
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.qparams import operators_dtype
 from jetrl_jax.models.rope import rotate, tables
-from jetrl_jax.numerics import wide
+from jetrl_jax.numerics import rms_norm, silu_mul
 from jetrl_jax.precision import BF16, FLOAT64, Flow, Precision
 from jetrl_jax.quantize import QTensor, quantize, straight_through
 
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from jetrl_jax.rollout.cache import KVCache
 
 INIT_STD = 0.02
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, reductions: str) -> jax.Array:
-    """x [..., D] over its root mean square, times weight [D] (arXiv 1910.07467), x's dtype."""
-    return wide(lambda x, w: x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * w, reductions, x.dtype)(x, weight)
 
 
 def _vector(value: jax.Array, master: jax.Array | None) -> jax.Array:

@@ -11,9 +11,9 @@ from tiny import CONFIG, NEW, WIDTH, update_spec
 
 from jetrl_jax.errors import UserError
 from jetrl_jax.flow import Edge, edges, report, require, untagged_float8_casts, verdict
-from jetrl_jax.linear import silu_mul
 from jetrl_jax.models import transformer
 from jetrl_jax.models.qparams import quantize_params
+from jetrl_jax.numerics import silu_mul
 from jetrl_jax.precision import BF16, PRESETS, Format, PrecisionPolicy, make_policy
 from jetrl_jax.quantize import QTensor, dequantize, quantize, straight_through
 from jetrl_jax.train.update import Batch, init_state, update

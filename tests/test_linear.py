@@ -17,9 +17,9 @@ from jax.extend import core as jex
 from jetrl_jax import linear
 from jetrl_jax.compile import compile
 from jetrl_jax.flow import untagged_float8_casts
-from jetrl_jax.linear import DotSpec, dot, dot_after, lookup, scaled_product, silu_mul, through
+from jetrl_jax.linear import DotSpec, dot, dot_after, lookup, scaled_product, through
 from jetrl_jax.models.qparams import _weight
-from jetrl_jax.models.transformer import rms_norm
+from jetrl_jax.numerics import rms_norm, silu_mul
 from jetrl_jax.precision import BF16, PRESETS, Format, make_policy
 from jetrl_jax.quantize import QTensor, quantize, quantize_p
 

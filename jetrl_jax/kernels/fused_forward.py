@@ -30,7 +30,7 @@ def split_root(r):
 
 
 @gluon.jit
-def normalize(x, w, p, h, l, WIDE: gl.constexpr):  # noqa: E741
+def normalize(x, w, p, h, l, WIDE: gl.constexpr):
     """x · r · w in float32, the nearest but for 2⁻⁴⁶; x holds bf16's numbers, and w unless WIDE."""
     z = x * p  # exact: about one, whatever the size of x
     if WIDE:
@@ -71,12 +71,12 @@ def norm_kernel(x, w, values, scales, y, stats, M: gl.constexpr, D: gl.constexpr
         wide = xs[i].to(gl.float32).to(gl.float64)
         total += gl.sum(gl.sum(wide * wide, 2), 1)
     mean = total * gl.full([R], 1 / D, gl.float64, layout=total.type.layout)
-    p, h, l = split_root(gl.rsqrt(mean + gl.full([R], EPS, gl.float64, layout=total.type.layout)))  # noqa: E741
+    p, h, l = split_root(gl.rsqrt(mean + gl.full([R], EPS, gl.float64, layout=total.type.layout)))
     if STATS:
         gl.store(stats + row + r, p, mask=row + r < M)
         gl.store(stats + M + row + r, h, mask=row + r < M)
         gl.store(stats + 2 * M + row + r, l, mask=row + r < M)
-    p, h, l = p[:, None, None], h[:, None, None], l[:, None, None]  # noqa: E741
+    p, h, l = p[:, None, None], h[:, None, None], l[:, None, None]
     for i in gl.static_range(CHUNKS):
         at = i * NB * 128 + column
         exact = normalize(tiles.widen(xs[i]), tiles.widen(ws[i]), p, h, l, WIDE)
@@ -94,7 +94,7 @@ def _normalized(x, i: gl.constexpr, weight, stats, token, T: gl.constexpr, LEAD:
     r = 4 * gl.arange(0, 32, layout=gl.SliceLayout(1, x.type.layout)) + i
     p = gl.load(stats + r, mask=token + r < T, other=0.0)[:, None]
     h = gl.load(stats + LEAD * T + r, mask=token + r < T, other=0.0)[:, None]
-    l = gl.load(stats + 2 * LEAD * T + r, mask=token + r < T, other=0.0)[:, None]  # noqa: E741
+    l = gl.load(stats + 2 * LEAD * T + r, mask=token + r < T, other=0.0)[:, None]
     y = normalize(tiles.widen(x), weight, p, h, l, WIDE)
     return tiles.round_bf16(y if T % 128 == 0 else gl.where((token + r < T)[:, None], y, 0.0))
 

@@ -18,19 +18,24 @@ from jetrl_jax.kernels import launch
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Tile:
     """A tile of `consumers` · 64 rows by `columns` (a power of two up to 128), and a ring of `stages`.
 
-    flight: blocks of K that a consumer has on the tensor core at a time. group: row tiles that are walked together, for the L2 cache.
-    registers: of a consumer thread.
+    group: row tiles that are walked together, for the L2 cache. registers: of a consumer thread.
     """
 
     consumers: int = 3
     columns: int = 128
     stages: int = 5
-    flight: int = 1
     group: int = 8
     registers: int = 152
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Tile):
+    """A tile, and `flight`: blocks of K that a consumer has on the tensor core at a time."""
+
+    flight: int = 1
 
 
 def product(

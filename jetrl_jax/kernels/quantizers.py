@@ -204,9 +204,6 @@ def quantize_both(x: jax.Array, row_fmt: Format, column_fmt: Format, warps: int 
     return (values.reshape(*x.shape[:-1], kp), scales.T.reshape(*x.shape[:-1], -1), *logical_columns(values_t, scales_t, x.shape[:-2]))
 
 
-both = quantize_both  # the operator's name, and the short one beside `rows` and `columns`
-
-
 def requantize(
     values: jax.Array, scales: jax.Array, column_fmt: Format, config: tuple[int, int] = (128, 8)
 ) -> tuple[jax.Array, jax.Array]:

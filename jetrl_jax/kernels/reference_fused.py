@@ -3,11 +3,13 @@
 Results are lists in the kernels' order: payload and scales by rows, then by columns, then what is in bf16.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jetrl_jax.numerics import wide
+from jetrl_jax import numerics
 from jetrl_jax.precision import Format
 from jetrl_jax.quantize import QTensor, _jitted, dequantize
 
@@ -38,9 +40,8 @@ def requantize(values: jax.Array, scales: jax.Array, column_fmt: Format) -> list
     return quantize(lax.optimization_barrier(dequantize(QTensor(values, scales))), column_fmt)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x [..., D] over its root mean square, times weight [D] (arXiv 1910.07467): float64, to x's dtype by way of float32."""
-    return wide(lambda x, w: x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * w, "float64", x.dtype)(x, weight)
+rms_norm = functools.partial(numerics.rms_norm, reductions="float64")
+silu_mul = functools.partial(numerics.silu_mul, reductions="float64")
 
 
 def norm_quantize(
@@ -48,10 +49,6 @@ def norm_quantize(
 ) -> list[jax.Array]:
     normed = rms_norm(x, weight, eps)
     return quantize(normed, fmt) + quantize(normed, column_fmt) + [normed] * y
-
-
-def silu_mul(g: jax.Array, u: jax.Array) -> jax.Array:
-    return wide(lambda g, u: jax.nn.silu(g) * u, "float64", g.dtype)(g, u)
 
 
 def halves(g: jax.Array, u: jax.Array | None, features: int | None) -> tuple[jax.Array, jax.Array]:

@@ -15,18 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from jetrl_jax.kernels import launch
+from jetrl_jax.kernels.gemm import Tile as Config
 from jetrl_jax.kernels.gemm import _mma, _tile, _wait
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """A tile of `consumers` · 64 rows by `columns`, a ring of `stages`; group and registers as in `gemm.Config`."""
-
-    consumers: int = 3
-    columns: int = 128
-    stages: int = 5
-    group: int = 8
-    registers: int = 152
 
 
 def product(

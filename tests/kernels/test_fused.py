@@ -11,7 +11,7 @@ from quantized import near, same
 
 from jetrl_jax.kernels import fused_backward, fused_forward, inspect, operators, quantizers, tiles
 from jetrl_jax.kernels import reference_fused as reference
-from jetrl_jax.models.transformer import rms_norm
+from jetrl_jax.numerics import rms_norm
 from jetrl_jax.precision import Format
 
 ROWS, COLUMNS = Format(), Format("e5m2", (128, 1), "pow2")
