@@ -59,8 +59,7 @@ def _columns(m: int, n: int, k: int) -> dict:
         return timing.program(others.xla_bf16, sets)
 
     def fp8():
-        one = [data.scales((), 7 + i) for i in range(2)]
-        return others.xla_fp8_program([(a, w, *one) for a, _, w, _ in fp8_operands(m, n, k, count)])
+        return others.xla_fp8_program([(a, w) for a, _, w, _ in fp8_operands(m, n, k, count)])
 
     def plain():
         from jetrl_jax.bench import plain_triton

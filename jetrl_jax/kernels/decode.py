@@ -60,7 +60,7 @@ def config_for(m: int, n: int, k: int) -> Config | gemm.Config:
 
     if m > ROWS:
         columns = 64 if -(-n // 64) <= launch.multiprocessors() else 128
-        default = gemm.Config(consumers=2, columns=columns, stages=6, flight=2, registers=240)
+        default = gemm.Config(consumers=2, columns=columns, stages=6 if columns == 128 else 8, flight=2, registers=240)
         return gemm.Config(**tuned.lookup("decode_wide", m, n, k, dataclasses.asdict(default)))
     return Config(**tuned.lookup("decode", ROWS, n, k, dataclasses.asdict(_one_wave(n, k))))
 
@@ -78,10 +78,7 @@ def _one_wave(n: int, k: int) -> Config:
 def candidates(m: int, n: int, k: int) -> list[Config | gemm.Config]:
     """What `jetrl bench tune` tries."""
     if m > ROWS:
-        sizes = [(b, s, f) for b, s in ((32, 8), (64, 8), (128, 6)) for f in (1, 2)]
-        two: list[Config | gemm.Config] = [
-            gemm.Config(consumers=2, columns=b, stages=s, flight=f, registers=240) for b, s, f in sizes]
-        return two if m <= 128 else [*two[2:], gemm.Config(consumers=4, columns=64, stages=4, registers=112)]
+        return list(gemm.candidates(m, n, k))
     found: list[Config | gemm.Config] = []
     for warpgroups, columns in ((1, 32), (1, 64), (2, 32), (2, 64), (3, 64)):
         programs = -(-n // (warpgroups * columns))

@@ -63,18 +63,19 @@ def config_for(m: int, n: int, k: int) -> Config:
     from jetrl_jax.kernels import tuned
 
     if m <= 1024:  # tiles for thousands of rows would leave multiprocessors idle
-        return Config(consumers=2, stages=6, registers=240)
+        return Config(consumers=2, stages=6, flight=2, registers=240)
     return Config(**tuned.lookup("gemm", m, n, k, dataclasses.asdict(Config())))
 
 
 def candidates(m: int, n: int, k: int) -> list[Config]:
     """What `jetrl bench tune` tries."""
-    two = [Config(consumers=2, stages=6, flight=f, registers=240) for f in (1, 2)]
-    return [*(Config(group=g) for g in (4, 8, 16)), *two] if m > 256 else two
+    if m <= 256:
+        return [Config(2, columns, 8 if columns < 128 else 6, 8, 240, flight) for columns, flight in ((32, 4), (64, 2), (64, 4), (128, 2))]
+    return [*(Config(group=g) for g in (4, 8, 16)), *(Config(2, 128, 6, g, 240, 2) for g in (8, 16))]
 
 
 @gluon.jit
-def _tile(t, nm, nn, G: gl.constexpr):
+def tile_of(t, nm, nn, G: gl.constexpr):
     """Program step -> (row tile, column tile), G row tiles at a time."""
     per = G * nn
     first = t // per * G
@@ -83,12 +84,13 @@ def _tile(t, nm, nn, G: gl.constexpr):
 
 
 @gluon.jit
-def _load(a_desc, w_desc, a_bufs, w_bufs, full, empty, row0, nm, nn, NK: gl.constexpr, CONSUMERS: gl.constexpr, BN: gl.constexpr,
-          STAGES: gl.constexpr, G: gl.constexpr):
+def _load(sources, NK: gl.constexpr, CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, FLIGHT: gl.constexpr,
+          G: gl.constexpr):
+    a_desc, w_desc, a_bufs, w_bufs, full, empty, row0, nm, nn = sources
     i = 0
     for t in range(gl.program_id(0), nm * nn, gl.num_programs(0)):
-        pm, pn = _tile(t, nm, nn, G)
-        for k in range(NK):
+        pm, pn = tile_of(t, nm, nn, G)
+        for k in range((NK + FLIGHT - 1) // FLIGHT * FLIGHT):  # past the last block TMA fills zeros
             s = i % STAGES
             mbarrier.wait(empty.index(s), (i // STAGES & 1) ^ 1)
             mbarrier.expect(full.index(s), (CONSUMERS * 64 + BN) * 128)
@@ -99,13 +101,11 @@ def _load(a_desc, w_desc, a_bufs, w_bufs, full, empty, row0, nm, nn, NK: gl.cons
 
 
 @gluon.jit
-def _wait(full, i, STAGES: gl.constexpr):
-    mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
-
-
-@gluon.jit
-def _mma(x, w_bufs, j, zero):
-    return warpgroup_mma(x, w_bufs.index(j).permute((1, 0)), zero, use_acc=False, is_async=True)
+def begin(x_bufs, w_bufs, full, i, zero, I: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
+    """Starts consumer I's wgmma of the ring's block i, once that is there."""
+    j = i % STAGES
+    mbarrier.wait(full.index(j), i // STAGES & 1)
+    return warpgroup_mma(x_bufs.index(j * CONSUMERS + I), w_bufs.index(j).permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -125,68 +125,49 @@ def _store(out, acc, row0, col0, M: gl.constexpr, N: gl.constexpr, BN: gl.conste
 
 
 @gluon.jit
-def _math(I: gl.constexpr, sa, sw, out, a_bufs, w_bufs, full, empty, layer, nm, nn, NK: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
-         CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, FLIGHT: gl.constexpr, G: gl.constexpr):
+def _math(I: gl.constexpr, operands, NK: gl.constexpr, M: gl.constexpr, N: gl.constexpr, CONSUMERS: gl.constexpr, BN: gl.constexpr,
+          STAGES: gl.constexpr, FLIGHT: gl.constexpr, G: gl.constexpr):
+    sa, sw, out, a_bufs, w_bufs, full, empty, layer, nm, nn = operands
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     zero = gl.zeros((64, BN), gl.float32, L)
     i = 0
     for t in range(gl.program_id(0), nm * nn, gl.num_programs(0)):
-        pm, pn = _tile(t, nm, nn, G)
+        pm, pn = tile_of(t, nm, nn, G)
         row0 = (pm * CONSUMERS + I) * 64
         r = row0 + gl.arange(0, 64, gl.SliceLayout(1, L))
         wp = sw + (layer * ((N + 127) // 128) + pn * BN // 128) * NK
         acc = gl.zeros((64, BN), gl.float32, L)
-        s0 = _rows(sa, 0, r, M) * gl.load(wp)
-        if FLIGHT == 1:
-            for k in range(NK):
-                j = i % STAGES
-                _wait(full, i, STAGES)
-                d = _mma(a_bufs.index(j * CONSUMERS + I), w_bufs, j, zero)
-                n = min(k + 1, NK - 1)  # the next block's scales, ahead of their use
-                s1 = _rows(sa, n, r, M) * gl.load(wp + n)
-                d = warpgroup_mma_wait(0, deps=(d,))
-                mbarrier.arrive(empty.index(j), count=1)
-                acc += d * gl.expand_dims(s0, 1)
-                s0 = s1
-                i += 1
-        else:
-            # Both wgmmas start and end in one turn of the loop: carried into the next one, ptxas would run them one after the other.
-            s1 = _rows(sa, min(1, NK - 1), r, M) * gl.load(wp + min(1, NK - 1))
-            for k in range(0, NK - NK % 2, 2):
-                j = i % STAGES
-                h = (i + 1) % STAGES
-                _wait(full, i, STAGES)
-                d = _mma(a_bufs.index(j * CONSUMERS + I), w_bufs, j, zero)
-                _wait(full, i + 1, STAGES)
-                e = _mma(a_bufs.index(h * CONSUMERS + I), w_bufs, h, zero)
-                n = min(k + 2, NK - 1)
-                s2 = _rows(sa, n, r, M) * gl.load(wp + n)
-                n = min(k + 3, NK - 1)
-                s3 = _rows(sa, n, r, M) * gl.load(wp + n)
-                d = warpgroup_mma_wait(1, deps=(d,))
-                mbarrier.arrive(empty.index(j), count=1)
-                acc += d * gl.expand_dims(s0, 1)
-                e = warpgroup_mma_wait(0, deps=(e,))
-                mbarrier.arrive(empty.index(h), count=1)
-                acc += e * gl.expand_dims(s1, 1)
-                s0 = s2
-                s1 = s3
-                i += 2
-            if NK % 2 == 1:
-                j = i % STAGES
-                _wait(full, i, STAGES)
-                d = _mma(a_bufs.index(j * CONSUMERS + I), w_bufs, j, zero)
-                d = warpgroup_mma_wait(0, deps=(d,))
-                mbarrier.arrive(empty.index(j), count=1)
-                acc += d * gl.expand_dims(s0, 1)
-                i += 1
+        # Scales are loaded a turn ahead and multiplied where they are used: a product of fresh loads would wait before the wgmma does.
+        p, q = (), ()
+        for u in gl.static_range(FLIGHT):
+            p += (_rows(sa, min(u, NK - 1), r, M),)
+            q += (gl.load(wp + min(u, NK - 1)),)
+        for k in range(0, NK, FLIGHT):
+            # All wgmmas of a turn start and end in it: carried into the next one, ptxas would run them one after the other.
+            d = ()
+            for u in gl.static_range(FLIGHT):
+                d += (begin(a_bufs, w_bufs, full, i + u, zero, I, CONSUMERS, STAGES),)
+            if i > 0:  # the last block of the turn before; not sooner: it is off the way to the next wgmma here
+                mbarrier.arrive(empty.index((i - 1) % STAGES), count=1)
+            p1, q1 = (), ()
+            for u in gl.static_range(FLIGHT):
+                e = warpgroup_mma_wait(FLIGHT - 1 - u, deps=(d[u],))
+                if u < FLIGHT - 1:
+                    mbarrier.arrive(empty.index((i + u) % STAGES), count=1)
+                acc += e * gl.expand_dims(p[u] * q[u], 1)
+                n = min(k + FLIGHT + u, NK - 1)
+                p1 += (_rows(sa, n, r, M),)
+                q1 += (gl.load(wp + n),)
+            p, q = p1, q1
+            i += FLIGHT
         _store(out, acc, row0, pn * BN, M, N, BN)
 
 
 @gluon.jit
 def _gemm(a_desc, w_desc, sa, sw, layer_ptr, out, M: gl.constexpr, N: gl.constexpr, NK: gl.constexpr, CONSUMERS: gl.constexpr,
           BN: gl.constexpr, STAGES: gl.constexpr, FLIGHT: gl.constexpr, G: gl.constexpr, RC: gl.constexpr):
-    gl.static_assert(CONSUMERS >= 2 and CONSUMERS <= 4)
+    gl.static_assert(CONSUMERS == 2 or CONSUMERS == 3)
+    gl.static_assert(FLIGHT < STAGES)  # the last block of a turn is released within the next
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES * CONSUMERS, 64, 128], a_desc.layout)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, 128], w_desc.layout)
     full = mbarrier.allocate_mbarrier(batch=STAGES)
@@ -197,24 +178,18 @@ def _gemm(a_desc, w_desc, sa, sw, layer_ptr, out, M: gl.constexpr, N: gl.constex
     nm = gl.cdiv(M, 64 * CONSUMERS)
     nn = gl.cdiv(N, BN)
     layer = gl.load(layer_ptr)
+    operands = (sa, sw, out, a_bufs, w_bufs, full, empty, layer, nm, nn)
+    sources = (a_desc, w_desc, a_bufs, w_bufs, full, empty, layer * N, nm, nn)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_math, (0, sa, sw, out, a_bufs, w_bufs, full, empty, layer, nm, nn, NK, M, N, CONSUMERS, BN, STAGES, FLIGHT, G)),
-            (_math, (1, sa, sw, out, a_bufs, w_bufs, full, empty, layer, nm, nn, NK, M, N, CONSUMERS, BN, STAGES, FLIGHT, G)),
-            (_load, (a_desc, w_desc, a_bufs, w_bufs, full, empty, layer * N, nm, nn, NK, CONSUMERS, BN, STAGES, G)),
+            (_math, (0, operands, NK, M, N, CONSUMERS, BN, STAGES, FLIGHT, G)),
+            (_math, (1, operands, NK, M, N, CONSUMERS, BN, STAGES, FLIGHT, G)),
+            (_load, (sources, NK, CONSUMERS, BN, STAGES, FLIGHT, G)),
         ], [4, 1], [RC, 24])
-    elif CONSUMERS == 3:
-        gl.warp_specialize([
-            (_math, (0, sa, sw, out, a_bufs, w_bufs, full, empty, layer, nm, nn, NK, M, N, CONSUMERS, BN, STAGES, FLIGHT, G)),
-            (_math, (1, sa, sw, out, a_bufs, w_bufs, full, empty, layer, nm, nn, NK, M, N, CONSUMERS, BN, STAGES, FLIGHT, G)),
-            (_math, (2, sa, sw, out, a_bufs, w_bufs, full, empty, layer, nm, nn, NK, M, N, CONSUMERS, BN, STAGES, FLIGHT, G)),
-            (_load, (a_desc, w_desc, a_bufs, w_bufs, full, empty, layer * N, nm, nn, NK, CONSUMERS, BN, STAGES, G)),
-        ], [4, 4, 1], [RC, RC, 24])
     else:
         gl.warp_specialize([
-            (_math, (0, sa, sw, out, a_bufs, w_bufs, full, empty, layer, nm, nn, NK, M, N, CONSUMERS, BN, STAGES, FLIGHT, G)),
-            (_math, (1, sa, sw, out, a_bufs, w_bufs, full, empty, layer, nm, nn, NK, M, N, CONSUMERS, BN, STAGES, FLIGHT, G)),
-            (_math, (2, sa, sw, out, a_bufs, w_bufs, full, empty, layer, nm, nn, NK, M, N, CONSUMERS, BN, STAGES, FLIGHT, G)),
-            (_math, (3, sa, sw, out, a_bufs, w_bufs, full, empty, layer, nm, nn, NK, M, N, CONSUMERS, BN, STAGES, FLIGHT, G)),
-            (_load, (a_desc, w_desc, a_bufs, w_bufs, full, empty, layer * N, nm, nn, NK, CONSUMERS, BN, STAGES, G)),
-        ], [4, 4, 4, 1], [RC, RC, RC, 24])
+            (_math, (0, operands, NK, M, N, CONSUMERS, BN, STAGES, FLIGHT, G)),
+            (_math, (1, operands, NK, M, N, CONSUMERS, BN, STAGES, FLIGHT, G)),
+            (_math, (2, operands, NK, M, N, CONSUMERS, BN, STAGES, FLIGHT, G)),
+            (_load, (sources, NK, CONSUMERS, BN, STAGES, FLIGHT, G)),
+        ], [4, 4, 1], [RC, RC, 24])

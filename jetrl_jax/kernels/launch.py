@@ -97,17 +97,18 @@ def threads(ptx: str) -> int:
 
 def call(
     *args: Any, kernel: Any, out: Any, grid: tuple[int, ...], num_warps: int = 4, flops: int = 0,
-    bytes_accessed: int = 0, aliases: dict[int, int] | None = None, **constants: Any,
+    bytes_accessed: int = 0, aliases: dict[int, int] | None = None, registers: int | None = None, **constants: Any,
 ) -> Any:
     """Launches a Triton or Gluon kernel on arrays and `descriptor`s; `out` is a (tree of) ShapeDtypeStruct.
 
-    flops, bytes_accessed: the estimate by which XLA schedules. aliases: operand -> output that is written in place of it. constants: the
-    kernel's constexprs. The kernel's parameters are the operands, then the outputs that alias none, then the constants.
+    flops, bytes_accessed: the estimate by which XLA schedules. registers: at most so many a thread. aliases: operand -> output that is
+    written in place of it. constants: the kernel's constexprs. The kernel's parameters are the operands, then the outputs that alias none,
+    then the constants.
     """
     jt = _jax_triton()
     return jt.triton_call(
         *args, kernel=kernel, out_type=out, grid=grid, num_warps=num_warps, input_output_aliases=aliases, name=kernel.fn.__name__,
-        backend_options={"enable_fp_fusion": FP_FUSION, "ptx_version": PTX_VERSION},
+        backend_options={"enable_fp_fusion": FP_FUSION, "ptx_version": PTX_VERSION, **({"maxnreg": registers} if registers else {})},
         cost_estimate={"flops": flops, "bytes_accessed": bytes_accessed}, **constants)
 
 

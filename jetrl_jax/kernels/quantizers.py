@@ -205,15 +205,18 @@ def quantize_both(x: jax.Array, row_fmt: Format, column_fmt: Format, warps: int 
 
 
 def requantize(
-    values: jax.Array, scales: jax.Array, column_fmt: Format, config: tuple[int, int] = (128, 8)
+    values: jax.Array, scales: jax.Array, column_fmt: Format, config: tuple[int, int, int | None] = (64, 4, 80)
 ) -> tuple[jax.Array, jax.Array]:
-    """Saved 1×128 payload [..., T, K'] and scales [..., T, K' / block] -> `columns` of their float32 product, never in memory."""
+    """Saved 1×128 payload [..., T, K'] and scales [..., T, K' / block] -> `columns` of their float32 product, never in memory.
+
+    config: columns of a tile, warps, registers of a thread: what hides its latency is many small programs at a time.
+    """
     k = values.shape[-1]
     out, sizes = column_shapes(values, k, column_fmt)
-    groups, (bc, warps), blocks = out[1].shape[0], config, scales.shape[-1]
+    groups, (bc, warps, registers), blocks = out[1].shape[0], config, scales.shape[-1]
     stored = scales.reshape(-1, blocks).T
     q, s = launch.call(
-        values, stored, kernel=requantize_kernel, out=out, grid=(groups * -(-k // bc),), num_warps=warps,
+        values, stored, kernel=requantize_kernel, out=out, grid=(groups * -(-k // bc),), num_warps=warps, registers=registers,
         bytes_accessed=values.size + 4 * scales.size + math.prod(out[0].shape) + 4 * groups * k, K=k, BC=bc, BLOCK=k // blocks,
         **sizes, **flags(column_fmt))
     return logical_columns(q, s, values.shape[:-2])

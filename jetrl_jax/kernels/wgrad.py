@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from jetrl_jax.kernels import launch
 from jetrl_jax.kernels.gemm import Tile as Config
-from jetrl_jax.kernels.gemm import _mma, _tile, _wait
+from jetrl_jax.kernels.gemm import begin, tile_of
 
 
 def product(
@@ -48,7 +48,8 @@ def config_for(n: int, k: int, t: int, into: bool = False) -> Config:
 
     if into and (n % 64 or k % 128):  # three consumers have no registers left for the masks of ragged edges beside the sum: they spill
         return Config(consumers=2, stages=6, registers=240)
-    return Config(**tuned.lookup("wgrad", t, n, k, dataclasses.asdict(Config())))
+    found = Config(**tuned.lookup("wgrad", t, n, k, dataclasses.asdict(Config())))
+    return dataclasses.replace(found, registers=min(found.registers, 144)) if into and found.consumers == 3 else found  # more of them spill
 
 
 def candidates(n: int, k: int, t: int) -> list[Config]:
@@ -57,11 +58,12 @@ def candidates(n: int, k: int, t: int) -> list[Config]:
 
 
 @gluon.jit
-def _load(a_desc, b_desc, sa_desc, sb_desc, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, nm, nn, NK: gl.constexpr, N: gl.constexpr,
-          K: gl.constexpr, CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, G: gl.constexpr):
+def _load(sources, NK: gl.constexpr, N: gl.constexpr, K: gl.constexpr, CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+          G: gl.constexpr):
+    a_desc, b_desc, sa_desc, sb_desc, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, nm, nn = sources
     i = 0
     for t in range(gl.program_id(0), nm * nn, gl.num_programs(0)):
-        pm, pn = _tile(t, nm, nn, G)
+        pm, pn = tile_of(t, nm, nn, G)
         for k in range(NK):
             s = i % STAGES
             mbarrier.wait(empty.index(s), (i // STAGES & 1) ^ 1)
@@ -87,18 +89,18 @@ def _put(old, out, acc, row0, col0, N: gl.constexpr, K: gl.constexpr, ADD: gl.co
 
 
 @gluon.jit
-def _math(I: gl.constexpr, old, out, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, nm, nn, NK: gl.constexpr, N: gl.constexpr,
-          K: gl.constexpr, ADD: gl.constexpr, CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, G: gl.constexpr):
+def _math(I: gl.constexpr, operands, NK: gl.constexpr, N: gl.constexpr, K: gl.constexpr, ADD: gl.constexpr, CONSUMERS: gl.constexpr,
+          BN: gl.constexpr, STAGES: gl.constexpr, G: gl.constexpr):
+    old, out, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, nm, nn = operands
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     zero = gl.zeros((64, BN), gl.float32, L)
     i = 0
     for t in range(gl.program_id(0), nm * nn, gl.num_programs(0)):
-        pm, pn = _tile(t, nm, nn, G)
+        pm, pn = tile_of(t, nm, nn, G)
         acc = gl.zeros((64, BN), gl.float32, L)
         for k in range(NK):
             j = i % STAGES
-            _wait(full, i, STAGES)
-            d = _mma(a_bufs.index(j * CONSUMERS + I), b_bufs, j, zero)
+            d = begin(a_bufs, b_bufs, full, i, zero, I, CONSUMERS, STAGES)
             rows = sa_bufs.index(j * CONSUMERS + I).load(gl.SliceLayout(1, L))
             d = warpgroup_mma_wait(0, deps=(d,))
             cols = sb_bufs.index(j).load(gl.SliceLayout(0, L))
@@ -125,20 +127,20 @@ def _run(a_desc, b_desc, sa_desc, sb_desc, old, out, N: gl.constexpr, K: gl.cons
         mbarrier.init(empty.index(s), count=CONSUMERS)
     nm = gl.cdiv(N, CONSUMERS * 64)
     nn = gl.cdiv(K, BN)
+    operands = (old, out, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, nm, nn)
+    sources = (a_desc, b_desc, sa_desc, sb_desc, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, nm, nn)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_math, (0, old, out, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, nm, nn, NK, N, K, ADD, CONSUMERS, BN, STAGES, G)),
-            (_math, (1, old, out, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, nm, nn, NK, N, K, ADD, CONSUMERS, BN, STAGES, G)),
-            (_load, (a_desc, b_desc, sa_desc, sb_desc, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, nm, nn, NK, N, K, CONSUMERS, BN,
-                     STAGES, G)),
+            (_math, (0, operands, NK, N, K, ADD, CONSUMERS, BN, STAGES, G)),
+            (_math, (1, operands, NK, N, K, ADD, CONSUMERS, BN, STAGES, G)),
+            (_load, (sources, NK, N, K, CONSUMERS, BN, STAGES, G)),
         ], [4, 1], [RC, 24])
     else:
         gl.warp_specialize([
-            (_math, (0, old, out, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, nm, nn, NK, N, K, ADD, CONSUMERS, BN, STAGES, G)),
-            (_math, (1, old, out, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, nm, nn, NK, N, K, ADD, CONSUMERS, BN, STAGES, G)),
-            (_math, (2, old, out, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, nm, nn, NK, N, K, ADD, CONSUMERS, BN, STAGES, G)),
-            (_load, (a_desc, b_desc, sa_desc, sb_desc, a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty, nm, nn, NK, N, K, CONSUMERS, BN,
-                     STAGES, G)),
+            (_math, (0, operands, NK, N, K, ADD, CONSUMERS, BN, STAGES, G)),
+            (_math, (1, operands, NK, N, K, ADD, CONSUMERS, BN, STAGES, G)),
+            (_math, (2, operands, NK, N, K, ADD, CONSUMERS, BN, STAGES, G)),
+            (_load, (sources, NK, N, K, CONSUMERS, BN, STAGES, G)),
         ], [4, 4, 1], [RC, RC, 24])
 
 

@@ -156,7 +156,7 @@ def patched(*modules: Any) -> Iterator[None]:
                 saved.append((module, name, value))
                 setattr(module, name, new)
 
-    def call(*args, kernel, out, grid, num_warps=4, num_ctas=1, flops=0, bytes_accessed=0, aliases=None, **constants):
+    def call(*args, kernel, out, grid, num_warps=4, num_ctas=1, flops=0, bytes_accessed=0, aliases=None, registers=None, **constants):
         assert bytes_accessed > 0 and not aliases
         shapes = out if isinstance(out, list | tuple) else [out]
         outs = [np.full(math.prod(s.shape) * np.dtype(s.dtype).itemsize, 0xAA, np.uint8).view(s.dtype) for s in shapes]

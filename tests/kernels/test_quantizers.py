@@ -50,7 +50,7 @@ def test_both_requantize_and_blocks(numpy, shape):
     same(quantizers.quantize_both(x, ROWS, e5m2), reference_fused.quantize_both(x, ROWS, e5m2))
     values, scales = reference_fused.quantize(x, ROWS)
     same(quantizers.requantize(values, scales, COLUMNS), reference_fused.requantize(values, scales, COLUMNS))
-    same(quantizers.requantize(values, scales, COLUMNS, (64, 4)), reference_fused.requantize(values, scales, COLUMNS))
+    same(quantizers.requantize(values, scales, COLUMNS, (128, 8, None)), reference_fused.requantize(values, scales, COLUMNS))
     same(quantizers.columns(x, COLUMNS, (64, 4)), reference_fused.quantize(x, COLUMNS))
     w = nasty(shape, jnp.float32)
     same(quantizers.blocks(w, BLOCKS, transposed=True), reference_fused.quantize_blocks(w, BLOCKS))
