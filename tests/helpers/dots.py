@@ -7,7 +7,7 @@ import numpy as np
 
 from jetrl_jax.compile import compile
 from jetrl_jax.linear import DotSpec, dot
-from jetrl_jax.models.qparams import _weight
+from jetrl_jax.models.qparams import quantize_weight
 from jetrl_jax.precision import make_policy
 
 JET = make_policy("jet_fp8").train.base
@@ -28,7 +28,7 @@ def drawn(seed, shape, spread=2):
 
 def weight(masters, p, site="here"):
     """As quantize_params makes it, without the layers' axis."""
-    return jax.tree.map(lambda a: a[0], _weight([jnp.asarray(m)[None] for m in masters], site, p))
+    return jax.tree.map(lambda a: a[0], quantize_weight([jnp.asarray(m)[None] for m in masters], site, p))
 
 
 def spec_of(masters, p):
