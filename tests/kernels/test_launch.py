@@ -22,7 +22,7 @@ def gemm():
 
 
 def test_a_warp_specialised_kernel_needs_more_warps_than_its_call_says():
-    """Trap 1: when this fails, jax-triton may have learnt to read .reqntid, and `launch._jax_triton` can go."""
+    """Trap 1: when this fails, jax-triton may have learnt to read .reqntid, and `launch.mended_jax_triton` can go."""
     fun, args = gemm()
     (kernel,) = compiled(fun, *args, sass=False)
     assert kernel.threads == 384 != 32 * 4
