@@ -14,7 +14,7 @@ from absl import flags
 from ml_collections.config_dict import ConfigDict
 
 from jetrl_jax import config as configuration
-from jetrl_jax.errors import UserError
+from jetrl_jax.errors import UserError, check_unicode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +97,8 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str
 def prompts(given: Sequence[str], path: str, column: str) -> list[str]:
     """The prompts of --prompt and of a JSONL file, whose lines are texts or objects with `column`; errors name the line."""
     found = list(given)
+    for prompt in found:
+        check_unicode("--prompt", prompt)
     try:
         lines = Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n") if path else []  # JSON may hold other line separators
     except (OSError, UnicodeDecodeError) as e:
@@ -111,12 +113,8 @@ def prompts(given: Sequence[str], path: str, column: str) -> list[str]:
         text = value.get(column) if isinstance(value, dict) else value
         if not isinstance(text, str):
             raise UserError(f"{path}:{number}: expected a JSON text or an object with a text in {column!r} (data.prompt_column)")
+        check_unicode(f"{path}:{number}: the prompt", text)
         found.append(text)
-    for text in found:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as e:
-            raise UserError(f"the prompt {text!r} is not UTF-8 text at character {e.start + 1}: correct it") from None
     if not found:
         raise UserError("no prompt: give --prompt=TEXT (again for more) or --prompts=FILE.jsonl")
     return found

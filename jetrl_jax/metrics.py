@@ -6,12 +6,12 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jetrl_jax.errors import UserError
+from jetrl_jax.files import write_whole
 
 NOT_IN_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -25,11 +25,8 @@ class MetricsWriter:
 
     def __init__(self, path: str | Path, after: int | None = None):
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [m for m in read(self.path) if m["step"] <= after] if after is not None and self.path.exists() else []
-        fresh = self.path.with_name(self.path.name + ".new")
-        fresh.write_text("".join(_line(m) for m in kept), encoding="utf-8")
-        os.replace(fresh, self.path)  # at no moment is the file half of itself
+        write_whole(self.path, "".join(_line(m) for m in kept))
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Append the metrics of one step; they must have `step`. Arrays of one element are written as numbers."""

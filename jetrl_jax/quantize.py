@@ -50,10 +50,13 @@ class QTensor:
         return QTensor(jnp.swapaxes(self.values, -1, -2), jnp.swapaxes(self.scales, -1, -2), self.site, fmt)
 
 
-def _whole(n: int, block: int) -> tuple[int, int]:
+def whole_blocks(n: int, block: int) -> tuple[int, int]:
     """(padded size, block) of an axis of n: 0 is the whole axis, and an axis shorter than a block is one block of its own."""
     block = n if block == 0 or n <= block else block
     return -(-n // block) * block, block
+
+
+_whole = whole_blocks  # as kernels/quantizers.py imports it
 
 
 def scale_of(amax: jax.Array, fmt: Format) -> jax.Array:
@@ -65,13 +68,17 @@ def scale_of(amax: jax.Array, fmt: Format) -> jax.Array:
     return scale
 
 
-def _quantize(x: jax.Array, *, site: str, fmt: Format) -> list[jax.Array]:
-    """The canonical quantizer, to the operation: kernels must repeat these very steps (design.md "Numerics" 2)."""
+def canonical_quantize(x: jax.Array, *, site: str, fmt: Format) -> list[jax.Array]:
+    """The canonical quantizer, to the operation: kernels must repeat these very steps (design.md "Numerics" 2).
+
+    x [..., n, k] in any float dtype -> values and scales as `QTensor` has them. `quantize` is for models: it may run a kernel, and it is
+    seen by the flow graph. `site` is not read: the signature is the primitive's.
+    """
     if not fmt.quantized:
         dtype = _STORAGE[fmt.dtype]  # a float64 operand stays one where this is traced or lowered outside its x64 region
         return [x if x.dtype == dtype else x.astype(dtype), jnp.ones((*x.shape[:-2], 1, 1), jnp.float32)]
     lead, (n, k) = x.shape[:-2], x.shape[-2:]
-    (rows, br), (cols, bc) = _whole(n, fmt.block[0]), _whole(k, fmt.block[1])
+    (rows, br), (cols, bc) = whole_blocks(n, fmt.block[0]), whole_blocks(k, fmt.block[1])
     x = x.astype(jnp.float32)
     if (rows, cols) != (n, k):
         x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, rows - n), (0, cols - k)])
@@ -96,18 +103,18 @@ def _quantize(x: jax.Array, *, site: str, fmt: Format) -> list[jax.Array]:
 
 quantize_p = jex.Primitive("jetrl_quantize")
 quantize_p.multiple_results = True
-_jitted = jax.jit(_quantize, static_argnames=("site", "fmt"))
-quantize_p.def_impl(lambda x, *, site, fmt: _jitted(x, site="", fmt=fmt))  # op by op: compiled once a format, wherever it stands
+canonical_jitted = jax.jit(canonical_quantize, static_argnames=("site", "fmt"))  # with site="": compiled once a format
+quantize_p.def_impl(lambda x, *, site, fmt: canonical_jitted(x, site="", fmt=fmt))  # op by op, wherever it stands
 
 
 def _abstract(x, *, site, fmt):
     if fmt.dtype == "float64":  # outside an x64 region it would be traced as float32
         return [jax.core.ShapedArray(x.shape, jnp.dtype(jnp.float64)), jax.core.ShapedArray((*x.shape[:-2], 1, 1), jnp.float32)]
-    return abstract(_quantize, x, site=site, fmt=fmt)
+    return abstract(canonical_quantize, x, site=site, fmt=fmt)
 
 
 quantize_p.def_abstract_eval(_abstract)
-mlir.register_lowering(quantize_p, mlir.lower_fun(_quantize, multiple_results=True))
+mlir.register_lowering(quantize_p, mlir.lower_fun(canonical_quantize, multiple_results=True))
 
 
 def _lower_cuda(ctx, x, *, site, fmt):
@@ -115,7 +122,7 @@ def _lower_cuda(ctx, x, *, site, fmt):
     from jetrl_jax.kernels import launch, operators
 
     native = not launch.missing() and operators.supported(ctx.avals_in[0], site=site, fmt=fmt)
-    run = operators.native("native_quantize") if native else _quantize
+    run = operators.native("native_quantize") if native else canonical_quantize
     return mlir.lower_fun(run, multiple_results=True)(ctx, x, site=site, fmt=fmt)
 
 

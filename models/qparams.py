@@ -31,8 +31,8 @@ def _pad(w: jax.Array, rows: int, cols: int) -> jax.Array:
     return jnp.pad(w, [(0, 0)] * (w.ndim - 2) + [(0, rows - w.shape[-2]), (0, cols - w.shape[-1])])
 
 
-def _weight(masters: list[jax.Array], site: str, p: Precision, transposed: bool = False) -> QWeight:
-    """Masters [l, n, K] of one product -> QWeight: each quantized and padded alone, then laid side by side.
+def quantize_weight(masters: list[jax.Array], site: str, p: Precision, transposed: bool = False) -> QWeight:
+    """Masters [l, n, K] of one product at `site` -> QWeight [l, N, K]: each quantized and padded alone, then laid side by side.
 
     transposed: with the payload once more as DGrad's kernel reads it, [l, K, N], the same bytes written in the same pass.
     """
@@ -64,8 +64,8 @@ def _segment(layers: dict, flow: Flow, segment: tuple[int, int], num_layers: int
         out[module] = {n: w.astype(dtype) for n, w in layers[module].items() if n not in used}
         for name, projections in by_name.items():
             p = flow.at(f"layers/{a}/{module}/{name}", num_layers)
-            out[module][name] = _weight([layers[module][n] for n in projections], f"{flow.label(segment, num_layers)}/{module}/{name}", p,
-                                        transposed)
+            site = f"{flow.label(segment, num_layers)}/{module}/{name}"
+            out[module][name] = quantize_weight([layers[module][n] for n in projections], site, p, transposed)
     return out
 
 

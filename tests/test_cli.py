@@ -95,7 +95,7 @@ def test_generate_prints_several_as_json_lines(calls, capsys, tmp_path):
     ("body", "message"),
     [
         ("", ":1: the line is empty"),
-        ('"a\\ud800"\n', "is not UTF-8 text"),
+        ('"b"\n"a\\ud800"\n', ":2: the prompt has half a surrogate pair at character 2, in 'a\\ud800': write the whole character"),
         ('"a"\n\n', ":2: the line is empty"),
         ('"a"\n{"prompt"\n', ":2: not JSON"),
         ('{"question": "a"}\n', ":1: expected a JSON text or an object with a text in 'prompt'"),
@@ -126,6 +126,7 @@ def test_a_bad_prompts_file_names_the_line(calls, capsys, tmp_path, body, messag
         (["train", *RUN, "--confg=x"], "unknown flag --confg: did you mean --config"),
         (["train", *RUN, "--optimizer.learning_rate=1"], "--optimizer.learning_rate: did you mean --config.optimizer.learning_rate?"),
         (["generate", *RUN], "no prompt: give --prompt=TEXT"),
+        (["generate", *RUN, "--prompt=a\udcfc"], "--prompt has half a surrogate pair at character 2, in 'a\\udcfc'"),
         (["generate", *RUN, "--prompts=nowhere"], "--prompts=nowhere: cannot be read"),
         (["export"], "--run is missing"),
         (["export", "--run=a"], "--out is missing"),

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from jetrl_jax import config as configs
 from jetrl_jax.checkpoint import Checkpoints
 from jetrl_jax.errors import UserError
+from jetrl_jax.files import write_whole
 
 MAY_CHANGE = ("steps", "out", "checkpoint.every", "checkpoint.keep", "checkpoint.resume")
 """Fields in which a resumed run may differ from its checkpoint. `steps` only under the constant schedule: the others end at `steps`."""
@@ -37,7 +38,7 @@ class Run:
             return None
 
     def store_evaluation(self, name: str, result: dict[str, Any]) -> None:
-        _write(self.folder / f"evaluation_{name}.json", json.dumps(result) + "\n")
+        write_whole(self.folder / f"evaluation_{name}.json", json.dumps(result) + "\n")
 
 
 def open_run(config: ConfigDict) -> Run:
@@ -58,15 +59,8 @@ def open_run(config: ConfigDict) -> Run:
         (folder / "evaluation_before.json").unlink(missing_ok=True)
         if run.metrics.is_file() and run.metrics.stat().st_size:  # of a run that stopped before its first checkpoint
             os.replace(run.metrics, folder / "metrics.interrupted.jsonl")
-    _write(folder / "config.json", configs.to_json(config))
+    write_whole(folder / "config.json", configs.to_json(config))
     return run
-
-
-def _write(path: Path, text: str) -> None:
-    """The whole file or none of it."""
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text(text, encoding="utf-8")
-    os.replace(fresh, path)
 
 
 def _foreign(path: Path) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jetrl_jax.errors import UserError, unknown
+from jetrl_jax.errors import UserError, check_unicode, unknown
 
 Message = dict[str, str]  # {"role": …, "content": …}, as chat templates read it
 SPLITS = ("train", "test")
@@ -174,7 +174,7 @@ def _prompt(value: Any, column: str, where: str) -> str | tuple[Message, ...]:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise UserError(f"{where}: message {number} of column {column!r} must be an object with the strings \"role\" and \"content\"")
         for key in ("role", "content"):
-            _check_unicode(message[key], column, where)
+            check_unicode(f"{where}: column {column!r}", message[key])
     return tuple(value)
 
 
@@ -191,13 +191,5 @@ def _answer(value: Any, column: str, where: str) -> str:
 def _text(value: str, column: str, where: str) -> str:
     if not value.strip():
         raise UserError(f"{where}: column {column!r} is an empty string; fill it in, or remove the line")
-    _check_unicode(value, column, where)
+    check_unicode(f"{where}: column {column!r}", value)
     return value
-
-
-def _check_unicode(value: str, column: str, where: str) -> None:
-    """JSON can spell half a surrogate pair, which no tokenizer takes."""
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: column {column!r} has half a surrogate pair at character {error.start + 1}; correct it") from error

@@ -9,7 +9,7 @@ from jetrl_jax.bench import data, others, timing
 from jetrl_jax.bench.shapes import BF16_RATE, ROWS, Shapes, floor
 from jetrl_jax.bench.works import OURS, Work
 from jetrl_jax.linear import DotSpec, dot
-from jetrl_jax.models.qparams import _weight
+from jetrl_jax.models.qparams import quantize_weight
 from jetrl_jax.precision import Precision, make_policy
 
 OWN_BF16 = "our bf16 policy"
@@ -41,7 +41,7 @@ def xla_step(xs, weights, _, dys):
 def quantized_weight(precision: Precision, n: int, k: int, seed: int):
     """A weight [n, k] as `quantize_params` leaves one for this precision."""
     def one_layer(master):
-        return jax.tree.map(lambda a: a[0], _weight([master], "bench", precision, transposed=True))
+        return jax.tree.map(lambda a: a[0], quantize_weight([master], "bench", precision, transposed=True))
 
     return data.made(one_layer, data.normal((1, n, k), seed, k**-0.5, jnp.float32))
 

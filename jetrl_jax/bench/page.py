@@ -84,6 +84,6 @@ def _cell(row: Row) -> str:
 def main(page: str | Path) -> int:
     """Write the page of the rows beside it."""
     made = text(folder_of(page))
-    figures.write_whole(page, made)
+    figures.write_out(page, made)
     print(f"{page}: {made.count(chr(10))} lines from {folder_of(page)}")
     return 0

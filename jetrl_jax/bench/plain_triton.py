@@ -18,7 +18,7 @@ GROUP = 8
 def product(a: jax.Array, sa: jax.Array, w: jax.Array, sw: jax.Array) -> jax.Array:
     """a [M, K] · wᵀ [K, N] -> bf16 [M, N]; FP8 payloads, sa float32 [K/128, M], sw float32 [N/128, K/128]. K a multiple of 128."""
     (m, k), n = a.shape, w.shape[0]
-    describe = launch._jax_triton().TensorDescriptor.from_array  # without a Gluon layout: plain Triton chooses its own
+    describe = launch.mended_jax_triton().TensorDescriptor.from_array  # without a Gluon layout: plain Triton chooses its own
     return launch.call(
         describe(a, (TILE, TILE)), describe(w, (TILE, TILE)), sa, sw, kernel=_product, out=jax.ShapeDtypeStruct((m, n), jnp.bfloat16),
         grid=(-(-m // TILE) * -(-n // TILE),), num_warps=4, num_stages=3, flops=2 * m * n * k, bytes_accessed=m * k + n * k + 2 * m * n,

@@ -38,7 +38,7 @@ def for_hopper() -> Iterator[None]:
     from jetrl_jax.kernels import kept, launch
 
     names = ("TritonKernel", "TritonKernelCall", "create_tma_descriptor_parameter", "create_scalar_parameter", "create_array_parameter")
-    launch._jax_triton()
+    launch.mended_jax_triton()
     kept.install()
     library, missing = triton_lib.triton_kernel_call_lib, launch.missing
     if not hasattr(library, "get_compute_capability"):
@@ -72,7 +72,7 @@ def run(name: str, *arguments: str, processes: int | None = None) -> dict[str, A
     """Compile `tasks(*arguments)` of `jetrl_jax.bench.NAME` in processes of their own: {"seconds", "done", "failed"}."""
     from jetrl_jax.kernels import kept, launch
 
-    launch._jax_triton()
+    launch.mended_jax_triton()
     kept.install()
     start = time.perf_counter()
     result: dict[str, Any] = {"done": 0, "failed": []}

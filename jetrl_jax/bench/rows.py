@@ -6,13 +6,13 @@ A file is a JSON list of rows. A run replaces the rows that it measured anew on 
 import dataclasses
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jetrl_jax.errors import UserError
+from jetrl_jax.files import write_whole
 
 HIGHER, LOWER = "higher", "lower"
 
@@ -109,17 +109,13 @@ def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
 def write(path: str | Path, rows: Sequence[Row]) -> None:
     """Write a file whole: one row a line, so that a diff shows what changed."""
     lines = ",\n".join(json.dumps(dataclasses.asdict(r), ensure_ascii=False, allow_nan=False) for r in rows)
-    write_whole(path, f"[\n{lines}\n]\n")
+    write_out(path, f"[\n{lines}\n]\n")
 
 
-def write_whole(path: str | Path, text: str) -> None:
-    """Write a text by rename: at no moment is the file half of itself."""
-    path = Path(path)
+def write_out(path: str | Path, text: str) -> None:
+    """Write the file that --out names, whole; UserError where that cannot be done."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(path.name + ".new")
-        fresh.write_text(text, encoding="utf-8")
-        os.replace(fresh, path)
+        write_whole(path, text)
     except OSError as e:
         raise UserError(f"--out={path}: cannot be written: {e}") from None
 

@@ -15,7 +15,7 @@ from jetrl_jax.kernels import launch, tiles
 from jetrl_jax.kernels.fused_forward import exp_of_minus, near_reciprocal
 from jetrl_jax.kernels.quantizers import S, bytes_of, column_shapes, columns, flags, logical_columns
 from jetrl_jax.precision import Format
-from jetrl_jax.quantize import _STORAGE, _whole
+from jetrl_jax.quantize import storage, whole_blocks
 
 
 @gluon.jit
@@ -132,12 +132,12 @@ def norm_backward(
     of dx by `fmt`, (1, 128), then by `column_fmt`, (128, 1), each if given.
     """
     d, m = x.shape[-1], math.prod(x.shape[:-1])
-    fmt_, (dp, block) = fmt or Format(), _whole(d, 128)
+    fmt_, (dp, block) = fmt or Format(), whole_blocks(d, 128)
     blocks = dp // block
     nb = max(4, 1 << (blocks - 1).bit_length())
     warps = warps or max(1, min(16, nb // 4))
     programs = min(m, max(1, 16 // warps) * launch.multiprocessors())
-    out = [S(x.shape, x.dtype), S((m, dp) if fmt else (1,), _STORAGE[fmt_.dtype]), S((blocks, m) if fmt else (1,), jnp.float32),
+    out = [S(x.shape, x.dtype), S((m, dp) if fmt else (1,), storage(fmt_)), S((blocks, m) if fmt else (1,), jnp.float32),
            S((programs, d), jnp.float32)]
     dx, values, scales, partial = launch.call(
         dy, x, weight, dy if residual is None else residual, kernel=norm_backward_kernel, out=out, grid=(programs,), num_warps=warps,
@@ -165,7 +165,7 @@ def silu_backward_quantize(
     u = g if u is None else u
     fp = -(-f // tiles.TILE) * tiles.TILE
     shapes, sizes = column_shapes(g, 2 * fp, column_fmt)
-    out = [S((m, 2 * fp), _STORAGE[fmt.dtype]), S((2 * fp // 128, m), jnp.float32), *shapes,
+    out = [S((m, 2 * fp), storage(fmt)), S((2 * fp // 128, m), jnp.float32), *shapes,
            S((*g.shape[:-1], 2 * fp) if bf16 else (1,), g.dtype)]
     values, scales, values_t, scales_t, both = launch.call(
         dh, g, u, kernel=silu_backward_kernel, out=out, grid=(shapes[1].shape[0] * fp // 128,), num_warps=8,

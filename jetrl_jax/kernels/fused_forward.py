@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from jetrl_jax.kernels import launch, tiles
 from jetrl_jax.kernels.quantizers import S, bytes_of, column_shapes, columns, flags, logical_columns, rows_config
 from jetrl_jax.precision import Format
-from jetrl_jax.quantize import _STORAGE, _whole
+from jetrl_jax.quantize import storage, whole_blocks
 
 
 @gluon.jit
@@ -200,10 +200,10 @@ def norm_quantize(
     config: rows, blocks of a chunk, chunks and warps of a program.
     """
     d, m = x.shape[-1], math.prod(x.shape[:-1])
-    fmt_, (dp, block) = fmt or Format(), _whole(d, 128)
+    fmt_, (dp, block) = fmt or Format(), whole_blocks(d, 128)
     blocks, stats, wide = dp // block, column_fmt is not None and not y, weight.dtype != jnp.bfloat16
     r, nb, chunks, warps = config or _norm_config(m, blocks, wide)
-    out = [S((m, dp) if fmt else (1,), _STORAGE[fmt_.dtype]), S((blocks, m) if fmt else (1,), jnp.float32),
+    out = [S((m, dp) if fmt else (1,), storage(fmt_)), S((blocks, m) if fmt else (1,), jnp.float32),
            S(x.shape if y else (1,), x.dtype), S((3, m) if stats else (1,), jnp.float32)]
     values, scales, normed, roots = launch.call(
         x, weight, kernel=norm_kernel, out=out, grid=(-(-m // r),), num_warps=warps, bytes_accessed=2 * m * d + sum(map(bytes_of, out)),
@@ -233,8 +233,8 @@ def silu_quantize(
     offset = 0 if u is not None else width // 2
     f = features or (width if u is not None else offset)
     u = g if u is None else u
-    fp, block = _whole(f, 128)
-    out = [S((m, fp), _STORAGE[fmt.dtype]), S((fp // block, m), jnp.float32)]
+    fp, block = whole_blocks(f, 128)
+    out = [S((m, fp), storage(fmt)), S((fp // block, m), jnp.float32)]
     sizes: dict[str, Any] = {"F": f, "FP": fp, "GS": width, "US": u.shape[-1], "UO": offset}
     moved = 4 * m * f + sum(map(bytes_of, out))
     if column_fmt is None:

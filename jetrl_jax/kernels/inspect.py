@@ -55,7 +55,7 @@ def _calls(jaxpr: Any) -> list[Any]:
 
 def compiled(fun: Callable, *shapes: Any, sass: bool = True) -> list[Compiled]:
     """Every kernel launch of `fun(*shapes)` (ShapeDtypeStructs, or arrays), compiled for sm_90a."""
-    launch._jax_triton()
+    launch.mended_jax_triton()
     return [_compile(eqn, sass) for eqn in _calls(jax.make_jaxpr(fun)(*shapes).jaxpr)]
 
 

@@ -13,6 +13,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from jetrl_jax.files import write_whole
+
 FIELDS = ("name", "shared_mem_bytes", "global_scratch_size", "global_scratch_align", "tensordesc_meta", "binary")
 
 
@@ -79,13 +81,10 @@ def _read(path: Path | None) -> dict[str, Any] | None:
 
 
 def _write(path: Path | None, found: dict[str, Any]) -> None:
-    """Keep a kernel, whole by rename; a folder that cannot be written keeps nothing."""
+    """Keep a kernel; a folder that cannot be written keeps nothing."""
     if path is None:
         return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_bytes(zlib.compress(json.dumps(found).encode()))
-        os.replace(fresh, path)
+        write_whole(path, zlib.compress(json.dumps(found).encode()))
     except (OSError, TypeError):  # TypeError: a field that JSON has no word for
         return

@@ -56,7 +56,7 @@ def require() -> None:
 
 
 @functools.cache
-def _jax_triton() -> Any:
+def mended_jax_triton() -> Any:
     """jax_triton, with two faults of 0.4.1 mended; tests/kernels/test_launch.py fails when a new one makes this unnecessary.
 
     1. It passes the call's num_warps as the number of warps to launch. A warp-specialised kernel needs those of all its partitions, which
@@ -105,7 +105,7 @@ def call(
     written in place of it. constants: the kernel's constexprs. The kernel's parameters are the operands, then the outputs that alias none,
     then the constants.
     """
-    jt = _jax_triton()
+    jt = mended_jax_triton()
     return jt.triton_call(
         *args, kernel=kernel, out_type=out, grid=grid, num_warps=num_warps, input_output_aliases=aliases, name=kernel.fn.__name__,
         backend_options={"enable_fp_fusion": FP_FUSION, "ptx_version": PTX_VERSION, **({"maxnreg": registers} if registers else {})},
@@ -117,7 +117,7 @@ def descriptor(x: jax.Array, block: tuple[int, ...], swizzle: int = 128) -> Any:
     import triton.experimental.gluon.language as gl
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * x.dtype.itemsize, rank=len(block))
-    return _jax_triton().TensorDescriptor.from_array(x, block, layout=layout)
+    return mended_jax_triton().TensorDescriptor.from_array(x, block, layout=layout)
 
 
 @functools.cache

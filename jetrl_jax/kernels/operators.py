@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jetrl_jax.kernels import launch
 from jetrl_jax.kernels import reference_fused as reference
 from jetrl_jax.precision import Format
-from jetrl_jax.quantize import _STORAGE, _whole
+from jetrl_jax.quantize import whole_blocks
 
 Declares = tuple[tuple[str, Format] | None, ...]
 BLOCK = 128
@@ -47,7 +47,7 @@ def supported(aval: Any, *, site: str, fmt: Format) -> bool:
     if not fmt.quantized or not _plain(aval, dtypes=(jnp.bfloat16, jnp.float32)):
         return False
     if fmt.block[0] == 1:
-        return _whole(aval.shape[-1], fmt.block[1])[1] <= WIDEST
+        return whole_blocks(aval.shape[-1], fmt.block[1])[1] <= WIDEST
     return fmt.block in (_COLUMNS, _BLOCKS)
 
 
@@ -99,7 +99,7 @@ def _requantize(values, scales, *, declares):
 def _requantizable(values, scales, *, declares, **_):
     k, blocks = values.shape[-1], scales.shape[-1]
     whole = scales.shape[:-1] == values.shape[:-1] and k == (blocks * BLOCK if k > BLOCK else k) and (k > BLOCK or blocks == 1)
-    return _plain(values, dtypes=(_STORAGE["e4m3"], _STORAGE["e5m2"])) and whole and _is(_fmt(declares, 0), _COLUMNS)
+    return _plain(values, dtypes=(jnp.float8_e4m3fn, jnp.float8_e5m2)) and whole and _is(_fmt(declares, 0), _COLUMNS)
 
 
 requantize_p = _operator("jetrl_requantize", "requantize", "quantizers", _requantize, _requantizable)

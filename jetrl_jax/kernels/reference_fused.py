@@ -1,4 +1,4 @@
-"""The oracles of the fused kernels, in jnp: float64 between bf16 and bf16, then `quantize._quantize`. They run wherever jax does.
+"""The oracles of the fused kernels, in jnp: float64 between bf16 and bf16, then `quantize.canonical_quantize`. They run wherever jax does.
 
 Results are lists in the kernels' order: payload and scales by rows, then by columns, then what is in bf16.
 """
@@ -11,14 +11,14 @@ from jax import lax
 
 from jetrl_jax import numerics
 from jetrl_jax.precision import Format
-from jetrl_jax.quantize import QTensor, _jitted, dequantize
+from jetrl_jax.quantize import QTensor, canonical_jitted, dequantize
 
 BLOCK = 128
 
 
 def quantize(x: jax.Array, fmt: Format | None) -> list[jax.Array]:
     """The quantizer's own steps, not its primitive: that may be a kernel."""
-    return [] if fmt is None else _jitted(x, site="", fmt=fmt)
+    return [] if fmt is None else canonical_jitted(x, site="", fmt=fmt)
 
 
 def quantize_both(x: jax.Array, row_fmt: Format, column_fmt: Format) -> list[jax.Array]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jetrl_jax.kernels import flash, launch, operators, products, vocab
 from jetrl_jax.precision import BF16, Format
-from jetrl_jax.quantize import QTensor, _quantize
+from jetrl_jax.quantize import QTensor, canonical_quantize
 
 ROWS, COLUMNS, BLOCKS = Format(), Format(block=(128, 1)), Format(block=(128, 128))
 M, N, K = 192, 256, 384
@@ -26,7 +26,7 @@ def _random(seed: int, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax
 
 
 def _quantized(x: jax.Array, fmt: Format) -> QTensor:
-    values, scales = _quantize(x, site="", fmt=fmt)
+    values, scales = canonical_quantize(x, site="", fmt=fmt)
     return QTensor(values, scales, "", fmt)
 
 
@@ -40,7 +40,7 @@ def checks() -> Iterator[tuple[str, Callable, Callable, tuple, float]]:
     x, w = _random(0, (1, M, K)), _random(1, (N, K), jnp.float32)
     rows, weight = _quantized(x, ROWS), _quantized(w[None], BLOCKS)
     for name, fmt in (("quantize 1x128", ROWS), ("quantize 128x1", COLUMNS), ("quantize 128x128", BLOCKS)):
-        kernel, oracle = operators.native("native_quantize"), _quantize
+        kernel, oracle = operators.native("native_quantize"), canonical_quantize
         yield name, lambda x, f=fmt, k=kernel: k(x, site="", fmt=f), lambda x, f=fmt, o=oracle: o(x, site="", fmt=f), (x,), 0.0
     both = (("", ROWS), None, ("", COLUMNS), None)
     yield ("quantize, both layouts", *_primitive(operators.quantize_both_p, x, declares=both), 0.0)

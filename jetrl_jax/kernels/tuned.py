@@ -7,12 +7,12 @@ the kernel's `Config`. Rows are the tokens of the product: M of `gemm` and `deco
 import functools
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jetrl_jax.errors import UserError
+from jetrl_jax.files import write_whole
 
 PATH = Path(__file__).with_name("tuned.json")
 FAR = 4.0  # in powers of two, over rows, N and K together: beyond it a neighbour's configuration says nothing
@@ -62,16 +62,12 @@ def merged(found: Table, into: Table | None = None) -> Table:
 
 
 def save(table: Table, path: str | Path | None = None) -> None:
-    """Write a table (the packaged one if no path is given) whole, by rename."""
-    path = Path(path or PATH)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a table (the packaged one if no path is given), whole; OSError where that cannot be done."""
     lines = []
     for device in sorted(table):
         kernels = [f'  {json.dumps(kernel)}: {{\n{_rows(table[device][kernel])}\n  }}' for kernel in sorted(table[device])]
         lines.append(f" {json.dumps(device)}: {{\n" + ",\n".join(kernels) + "\n }")
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    os.replace(fresh, path)
+    write_whole(path or PATH, "{\n" + ",\n".join(lines) + "\n}\n")
     _load.cache_clear()
 
 

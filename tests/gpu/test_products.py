@@ -132,7 +132,7 @@ def test_dot_by_kernels_is_close_to_the_oracle(saved, tokens):
     import dataclasses
 
     from jetrl_jax.linear import DotSpec, dot
-    from jetrl_jax.models.qparams import _weight
+    from jetrl_jax.models.qparams import quantize_weight
     from jetrl_jax.precision import make_policy
 
     p = dataclasses.replace(make_policy("jet_fp8").train.base, saved_activation=saved)
@@ -144,7 +144,7 @@ def test_dot_by_kernels_is_close_to_the_oracle(saved, tokens):
         spec = DotSpec("here", p, (192, 80), "auto", kernels)
 
         def f(x, masters):
-            w = jax.tree.map(lambda v: v[0], _weight([m[None] for m in masters], "here", p, transposed))
+            w = jax.tree.map(lambda v: v[0], quantize_weight([m[None] for m in masters], "here", p, transposed))
             y, vjp = jax.vjp(lambda x, taps: dot(x, w, taps, spec), x, tuple(masters))
             return y, vjp(tuple(ct))
 

@@ -1,4 +1,4 @@
-"""The quantization kernels on the GPU against `_quantize` on the CPU, to the bit."""
+"""The quantization kernels on the GPU against `canonical_quantize` on the CPU, to the bit."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jetrl_jax.compile import compile
 from jetrl_jax.kernels import launch, operators
 from jetrl_jax.kernels import reference_fused as reference
 from jetrl_jax.precision import Format
-from jetrl_jax.quantize import _quantize
+from jetrl_jax.quantize import canonical_quantize
 
 pytestmark = pytest.mark.gpu
 ROWS, COLUMNS, BLOCKS = Format(), Format(block=(128, 1)), Format(block=(128, 128))
@@ -34,7 +34,7 @@ def ours(x):
 
 @on_cpu
 def oracles(x):
-    return [_quantize(x, site="", fmt=f) for f in FORMATS]
+    return [canonical_quantize(x, site="", fmt=f) for f in FORMATS]
 
 
 @compile
@@ -47,8 +47,8 @@ def both_layouts(x):
 
 @on_cpu
 def both_oracles(x):
-    q = _quantize(x, site="", fmt=ROWS)
-    return [*q, *_quantize(x, site="", fmt=COLUMNS), *reference.requantize(*q, COLUMNS), *reference.quantize_blocks(x, BLOCKS)]
+    q = canonical_quantize(x, site="", fmt=ROWS)
+    return [*q, *canonical_quantize(x, site="", fmt=COLUMNS), *reference.requantize(*q, COLUMNS), *reference.quantize_blocks(x, BLOCKS)]
 
 
 def bits(x):

@@ -22,7 +22,7 @@ def gemm():
 
 
 def test_a_warp_specialised_kernel_needs_more_warps_than_its_call_says():
-    """Trap 1: when this fails, jax-triton may have learnt to read .reqntid, and `launch._jax_triton` can go."""
+    """Trap 1: when this fails, jax-triton may have learnt to read .reqntid, and `launch.mended_jax_triton` can go."""
     fun, args = gemm()
     (kernel,) = compiled(fun, *args, sass=False)
     assert kernel.threads == 384 != 32 * 4
@@ -71,12 +71,12 @@ def test_an_operator_keeps_what_varies_under_shard_map():
 
 def test_the_gradient_of_a_product_under_shard_map():
     from jetrl_jax.linear import DotSpec, dot
-    from jetrl_jax.models.qparams import _weight
+    from jetrl_jax.models.qparams import quantize_weight
     from jetrl_jax.precision import make_policy
 
     x, m = jax.random.normal(jax.random.key(0), (2, 128, 128), jnp.bfloat16), jax.random.normal(jax.random.key(1), (1, 128, 128))
     p = make_policy("jet_fp8").train.base
-    w = jax.tree.map(lambda a: a[0], _weight([m], "here", p))
+    w = jax.tree.map(lambda a: a[0], quantize_weight([m], "here", p))
 
     def gradient(x):
         return jax.grad(lambda x: dot(x, w, None, DotSpec("here", p, (128,)))[0].astype(F32).sum())(x)

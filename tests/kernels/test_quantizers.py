@@ -1,4 +1,4 @@
-"""The quantization kernels without a GPU: interpreted over numpy against `_quantize`, and compiled for sm_90a."""
+"""The quantization kernels without a GPU: interpreted over numpy against `canonical_quantize`, and compiled for sm_90a."""
 
 import jax
 import jax.numpy as jnp
