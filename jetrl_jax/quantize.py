@@ -56,9 +56,6 @@ def whole_blocks(n: int, block: int) -> tuple[int, int]:
     return -(-n // block) * block, block
 
 
-_whole = whole_blocks  # as kernels/quantizers.py imports it
-
-
 def scale_of(amax: jax.Array, fmt: Format) -> jax.Array:
     """The scale of a block with the given largest magnitude, float32. "pow2" rounds it up to a power of two."""
     scale = jnp.maximum(amax, TINY) * jnp.float32(1 / FP8[fmt.dtype])

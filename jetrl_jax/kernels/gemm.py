@@ -140,13 +140,13 @@ def _math(I: gl.constexpr, operands, NK: gl.constexpr, M: gl.constexpr, N: gl.co
         # Scales are loaded a turn ahead and multiplied where they are used: a product of fresh loads would wait before the wgmma does.
         p, q = (), ()
         for u in gl.static_range(FLIGHT):
-            p += (_rows(sa, min(u, NK - 1), r, M),)
-            q += (gl.load(wp + min(u, NK - 1)),)
+            p += (_rows(sa, min(u, NK - 1), r, M),)  # type: ignore[assignment]
+            q += (gl.load(wp + min(u, NK - 1)),)  # type: ignore[assignment]
         for k in range(0, NK, FLIGHT):
             # All wgmmas of a turn start and end in it: carried into the next one, ptxas would run them one after the other.
             d = ()
             for u in gl.static_range(FLIGHT):
-                d += (begin(a_bufs, w_bufs, full, i + u, zero, I, CONSUMERS, STAGES),)
+                d += (begin(a_bufs, w_bufs, full, i + u, zero, I, CONSUMERS, STAGES),)  # type: ignore[assignment]
             if i > 0:  # the last block of the turn before; not sooner: it is off the way to the next wgmma here
                 mbarrier.arrive(empty.index((i - 1) % STAGES), count=1)
             p1, q1 = (), ()
@@ -156,8 +156,8 @@ def _math(I: gl.constexpr, operands, NK: gl.constexpr, M: gl.constexpr, N: gl.co
                     mbarrier.arrive(empty.index((i + u) % STAGES), count=1)
                 acc += e * gl.expand_dims(p[u] * q[u], 1)
                 n = min(k + FLIGHT + u, NK - 1)
-                p1 += (_rows(sa, n, r, M),)
-                q1 += (gl.load(wp + n),)
+                p1 += (_rows(sa, n, r, M),)  # type: ignore[assignment]
+                q1 += (gl.load(wp + n),)  # type: ignore[assignment]
             p, q = p1, q1
             i += FLIGHT
         _store(out, acc, row0, pn * BN, M, N, BN)

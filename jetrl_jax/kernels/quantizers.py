@@ -1,8 +1,8 @@
 """Quantization on Hopper: 1×128, 128×1, both in one pass, 128×128 with its transpose, and 1×128 turned to 128×1 without the original.
 
-Every result equals `quantize._quantize` to the bit, NaN, infinity and all-zero blocks included. Payloads in groups along tokens are
-written transposed, [columns, tokens], where WGrad's product reads them as 1×128; scales of rows are written [K / 128, M], so that a warp
-of a product reads them in one line. Wrappers return the logical arrays as transposes of those, which XLA turns into bitcasts.
+Every result equals `quantize.canonical_quantize` to the bit, NaN, infinity and all-zero blocks included. Payloads in groups along tokens
+are written transposed, [columns, tokens], where WGrad's product reads them as 1×128; scales of rows are written [K / 128, M], so that a
+warp of a product reads them in one line. Wrappers return the logical arrays as transposes of those, which XLA turns into bitcasts.
 """
 
 import math
@@ -15,7 +15,7 @@ from triton.experimental import gluon
 
 from jetrl_jax.kernels import launch, tiles
 from jetrl_jax.precision import Format
-from jetrl_jax.quantize import _STORAGE, _whole
+from jetrl_jax.quantize import storage, whole_blocks
 
 S = jax.ShapeDtypeStruct
 
@@ -142,11 +142,11 @@ def rows(x: jax.Array, fmt: Format, config: tuple[int, int, int] | None = None) 
     config: rows and blocks of a tile, and warps.
     """
     k, m = x.shape[-1], math.prod(x.shape[:-1])
-    kp, block = _whole(k, fmt.block[1])
+    kp, block = whole_blocks(k, fmt.block[1])
     blocks, width = kp // block, max(16, 1 << (block - 1).bit_length())
     bm, nb, warps = config or rows_config(m, blocks, width)
     values, scales = launch.call(
-        x, kernel=rows_kernel, out=[S((m, kp), _STORAGE[fmt.dtype]), S((blocks, m), jnp.float32)], grid=(-(-m // bm) * -(-blocks // nb),),
+        x, kernel=rows_kernel, out=[S((m, kp), storage(fmt)), S((blocks, m), jnp.float32)], grid=(-(-m // bm) * -(-blocks // nb),),
         num_warps=warps, bytes_accessed=m * (k * x.dtype.itemsize + kp + 4 * blocks), M=m, K=k, KP=kp, BLOCK=block, BM=bm, NB=nb, BC=width,
         LB=min(nb, 512 // width), **flags(fmt))
     return values.reshape(*x.shape[:-1], kp), scales.T.reshape(*x.shape[:-1], blocks)
@@ -165,12 +165,12 @@ def rows_config(m: int, blocks: int, width: int) -> tuple[int, int, int]:
 def column_shapes(x: Any, width: int, fmt: Format) -> tuple[list[Any], dict[str, Any]]:
     """Shapes of a payload in groups along tokens with `width` channels, and the sizes that its kernel asks for."""
     t, lead = x.shape[-2], _leads(x)
-    tp, group = _whole(t, tiles.TILE)
-    return [S((width, lead * tp), _STORAGE[fmt.dtype]), S((lead * tp // group, width), jnp.float32)], {"LEAD": lead, "T": t, "TP": tp}
+    tp, group = whole_blocks(t, tiles.TILE)
+    return [S((width, lead * tp), storage(fmt)), S((lead * tp // group, width), jnp.float32)], {"LEAD": lead, "T": t, "TP": tp}
 
 
 def logical_columns(values: jax.Array, scales: jax.Array, lead: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Payload [C, tokens] and scales [groups, C] as written -> as `_quantize` gives them: [*lead, T', C] and [*lead, T' / group, C]."""
+    """Payload [C, tokens] and scales [groups, C] as written -> as the oracle gives them: [*lead, T', C] and [*lead, T' / group, C]."""
     c, total = values.shape
     tokens = total // math.prod(lead)
     return values.T.reshape(*lead, tokens, c), scales.reshape(*lead, -1, c)
@@ -193,11 +193,11 @@ def columns(x: jax.Array, fmt: Format, config: tuple[int, int] = (128, 8)) -> tu
 def quantize_both(x: jax.Array, row_fmt: Format, column_fmt: Format, warps: int = 8) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """`rows(x, row_fmt)` and `columns(x, column_fmt)`, x read once; row_fmt (1, 128)."""
     k, m = x.shape[-1], math.prod(x.shape[:-1])
-    kp, block = _whole(k, row_fmt.block[1])
+    kp, block = whole_blocks(k, row_fmt.block[1])
     out, sizes = column_shapes(x, k, column_fmt)
     groups = out[1].shape[0]
     values, scales, values_t, scales_t = launch.call(
-        x, kernel=both_kernel, out=[S((m, kp), _STORAGE[row_fmt.dtype]), S((kp // block, m), jnp.float32), *out],
+        x, kernel=both_kernel, out=[S((m, kp), storage(row_fmt)), S((kp // block, m), jnp.float32), *out],
         grid=(groups * -(-k // tiles.TILE),), num_warps=warps,
         bytes_accessed=x.size * x.dtype.itemsize + m * (kp + 4 * kp // block) + math.prod(out[0].shape) + 4 * groups * k,
         K=k, KP=kp, **sizes, **flags(row_fmt), **flags(column_fmt, "_T"))
@@ -225,8 +225,8 @@ def requantize(
 def blocks(w: jax.Array, fmt: Format, transposed: bool = False, warps: int = 8) -> tuple[jax.Array, ...]:
     """w [..., N, K] float32 or bf16 -> payload [..., N', K'], scales [..., N' / 128, K' / 128] and, if asked, payload [..., K', N']."""
     lead, (n, k) = w.shape[:-2], w.shape[-2:]
-    (np_, bn), (kp, bk) = _whole(n, fmt.block[0]), _whole(k, fmt.block[1])
-    out = [S((*lead, np_, kp), _STORAGE[fmt.dtype]), S((*lead, np_ // bn, kp // bk), jnp.float32)]
+    (np_, bn), (kp, bk) = whole_blocks(n, fmt.block[0]), whole_blocks(k, fmt.block[1])
+    out = [S((*lead, np_, kp), storage(fmt)), S((*lead, np_ // bn, kp // bk), jnp.float32)]
     size = math.prod(out[0].shape)
     return tuple(launch.call(
         w, kernel=blocks_both_kernel if transposed else blocks_kernel, out=out + [S((*lead, kp, np_), out[0].dtype)] * transposed,
@@ -239,7 +239,7 @@ def quantize_blocks(w: jax.Array, fmt: Format) -> tuple[jax.Array, ...]:
 
 
 def native_quantize(x: jax.Array, *, site: str, fmt: Format) -> list[jax.Array]:
-    """`quantize._quantize` on Hopper, where `operators.supported` says so."""
+    """`quantize.canonical_quantize` on Hopper, where `operators.supported` says so."""
     if fmt.block[0] == 1:
         return list(rows(x, fmt))
     return list(columns(x, fmt) if fmt.block == (tiles.TILE, 1) else blocks(x, fmt))

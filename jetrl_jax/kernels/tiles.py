@@ -2,7 +2,7 @@
 
 A tile is 128 tokens by BC columns (64 or 128), held as four arrays [32, BC], bf16 or float32: array i has the tokens 4·r + i. So the
 payloads of four neighbouring tokens are packed in one word before they change places: a quarter of the traffic through shared memory, and
-stores of 16 bytes in both layouts. The steps are those of `quantize._quantize`, to the bit; the clip of that is in the saturating
+stores of 16 bytes in both layouts. The steps are those of `quantize.canonical_quantize`, to the bit; the clip of that is in the saturating
 conversion, and |y · (1/scale)| stays below infinity, since the scale comes from the largest |y|.
 """
 

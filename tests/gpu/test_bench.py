@@ -44,9 +44,9 @@ def test_plain_triton_multiplies(m, n, k):
 
 
 def test_xla_keeps_the_per_tensor_product_in_fp8():
-    [(a, _, w, _)] = products.fp8_operands(512, 256, 384, 1)
+    [(a, _, w, _)] = products.fp8_operands(8192, 4096, 4096, 1)  # a small product XLA widens
     [y] = others.xla_fp8_program([(a, w)]).call()
-    want = np.asarray(a).astype(np.float32) @ np.asarray(w).astype(np.float32).T
+    y, want = y[:64], np.asarray(a[:64]).astype(np.float32) @ np.asarray(w).astype(np.float32).T
     assert error(y, want) < 4e-3
 
 
