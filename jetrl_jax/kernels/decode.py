@@ -93,8 +93,8 @@ def candidates(m: int, n: int, k: int) -> list[Config | gemm.Config]:
 
 
 @gluon.jit
-def _load(w_desc, x_desc, sx_desc, w_bufs, x_bufs, sx_bufs, full, empty, row0, NK: gl.constexpr, NW: gl.constexpr, KU: gl.constexpr,
-          BN: gl.constexpr, STAGES: gl.constexpr):
+def _load(sources, NK: gl.constexpr, NW: gl.constexpr, KU: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
+    w_desc, x_desc, sx_desc, w_bufs, x_bufs, sx_bufs, full, empty, row0 = sources
     for i in range((NK + KU - 1) // KU):
         s = i % STAGES
         mbarrier.wait(empty.index(s), (i // STAGES & 1) ^ 1)
@@ -113,61 +113,38 @@ def _mma(x_bufs, w_bufs, j, zero, I: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def _math(I: gl.constexpr, sw, y, w_bufs, x_bufs, sx_bufs, full, empty, layer, n0, N: gl.constexpr, NK: gl.constexpr, NW: gl.constexpr,
-          KU: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
+def _math(I: gl.constexpr, operands, N: gl.constexpr, NK: gl.constexpr, NW: gl.constexpr, KU: gl.constexpr, BN: gl.constexpr,
+          STAGES: gl.constexpr):
+    sw, y, w_bufs, x_bufs, sx_bufs, full, empty, layer, n0 = operands
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     R: gl.constexpr = gl.SliceLayout(1, L)
     acc = gl.zeros((64, BN), gl.float32, L)
     zero = gl.zeros((64, BN), gl.float32, L)
     n = n0 + I * BN
     ws = sw + (layer * ((N + 127) // 128) + min(n, N - 1) // 128) * NK
-    w0 = gl.load(ws)
-    w1 = gl.load(ws + min(1, NK - 1))
-    w2 = gl.load(ws + min(2, NK - 1))
-    w3 = gl.load(ws + min(3, NK - 1))
+    q = ()
+    for u in gl.static_range(KU):
+        q += (gl.load(ws + min(u, NK - 1)),)  # type: ignore[assignment]
     for i in range((NK + KU - 1) // KU):
         s = i % STAGES
-        j = s * KU
-        k = (i + 1) * KU  # the next stage's weight scales: loaded in the same stage they would stall between two wgmmas
-        v0 = gl.load(ws + min(k, NK - 1))
-        if KU >= 2:
-            v1 = gl.load(ws + min(k + 1, NK - 1))
-        if KU >= 4:
-            v2 = gl.load(ws + min(k + 2, NK - 1))
-            v3 = gl.load(ws + min(k + 3, NK - 1))
+        q1 = ()  # the next stage's weight scales: loaded in the same stage they would stall between two wgmmas
+        for u in gl.static_range(KU):
+            q1 += (gl.load(ws + min((i + 1) * KU + u, NK - 1)),)  # type: ignore[assignment]
         mbarrier.wait(full.index(s), i // STAGES & 1)
-        d0 = _mma(x_bufs, w_bufs, j, zero, I, NW)
-        if KU >= 2:
-            d1 = _mma(x_bufs, w_bufs, j + 1, zero, I, NW)
-        if KU >= 4:
-            d2 = _mma(x_bufs, w_bufs, j + 2, zero, I, NW)
-            d3 = _mma(x_bufs, w_bufs, j + 3, zero, I, NW)
-        s0 = sx_bufs.index(j).load(R) * w0
-        if KU >= 2:
-            s1 = sx_bufs.index(j + 1).load(R) * w1
-        if KU >= 4:
-            s2 = sx_bufs.index(j + 2).load(R) * w2
-            s3 = sx_bufs.index(j + 3).load(R) * w3
+        d = ()
+        for u in gl.static_range(KU):
+            w = w_bufs.index((s * KU + u) * NW + I).permute((1, 0))
+            d += (warpgroup_mma(x_bufs.index(s * KU + u), w, zero, use_acc=False, is_async=True),)  # type: ignore[assignment]
+        p = ()
+        for u in gl.static_range(KU):
+            p += (sx_bufs.index(s * KU + u).load(R) * q[u],)  # type: ignore[assignment]
         fence_async_shared()  # before TMA may overwrite what these ordinary loads read (wgrad.py)
-        d0 = warpgroup_mma_wait(KU - 1, deps=(d0,))
-        if KU == 1:
-            mbarrier.arrive(empty.index(s), count=1)
-        acc += d0 * gl.expand_dims(s0, 1)
-        if KU >= 2:
-            d1 = warpgroup_mma_wait(KU - 2, deps=(d1,))
-            if KU == 2:
+        for u in gl.static_range(KU):
+            e = warpgroup_mma_wait(KU - 1 - u, deps=(d[u],))
+            if u == KU - 1:
                 mbarrier.arrive(empty.index(s), count=1)
-            acc += d1 * gl.expand_dims(s1, 1)
-            w1 = v1
-        if KU >= 4:
-            d2 = warpgroup_mma_wait(1, deps=(d2,))
-            acc += d2 * gl.expand_dims(s2, 1)
-            d3 = warpgroup_mma_wait(0, deps=(d3,))
-            mbarrier.arrive(empty.index(s), count=1)
-            acc += d3 * gl.expand_dims(s3, 1)
-            w2 = v2
-            w3 = v3
-        w0 = v0
+            acc += e * gl.expand_dims(p[u], 1)
+        q = q1
     rows = gl.arange(0, 64, R)
     cols = n + gl.arange(0, BN, gl.SliceLayout(0, L))
     gl.store(y + gl.expand_dims(rows, 1) * N + gl.expand_dims(cols, 0), acc.to(gl.bfloat16), mask=gl.expand_dims(cols < N, 0))
@@ -176,7 +153,7 @@ def _math(I: gl.constexpr, sw, y, w_bufs, x_bufs, sx_bufs, full, empty, layer, n
 @gluon.jit
 def _decode(w_desc, x_desc, sx_desc, sw, layer_ptr, y, N: gl.constexpr, NK: gl.constexpr, NW: gl.constexpr, KU: gl.constexpr,
             BN: gl.constexpr, STAGES: gl.constexpr, RC: gl.constexpr):
-    gl.static_assert((KU == 1 or KU == 2 or KU == 4) and NW <= 3)
+    gl.static_assert(NW <= 3)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES * KU * NW, BN, 128], w_desc.layout)
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * KU, 64, 128], x_desc.layout)
     sx_bufs = gl.allocate_shared_memory(sx_desc.dtype, [STAGES * KU, 64], sx_desc.layout)
@@ -187,21 +164,23 @@ def _decode(w_desc, x_desc, sx_desc, sw, layer_ptr, y, N: gl.constexpr, NK: gl.c
         mbarrier.init(empty.index(s), count=NW)
     layer = gl.load(layer_ptr)
     n0 = gl.program_id(0) * (NW * BN)
+    operands = (sw, y, w_bufs, x_bufs, sx_bufs, full, empty, layer, n0)
+    sources = (w_desc, x_desc, sx_desc, w_bufs, x_bufs, sx_bufs, full, empty, layer * N + n0)
     if NW == 1:
         gl.warp_specialize([
-            (_math, (0, sw, y, w_bufs, x_bufs, sx_bufs, full, empty, layer, n0, N, NK, NW, KU, BN, STAGES)),
-            (_load, (w_desc, x_desc, sx_desc, w_bufs, x_bufs, sx_bufs, full, empty, layer * N + n0, NK, NW, KU, BN, STAGES)),
+            (_math, (0, operands, N, NK, NW, KU, BN, STAGES)),
+            (_load, (sources, NK, NW, KU, BN, STAGES)),
         ], [1], [40])
     elif NW == 2:
         gl.warp_specialize([
-            (_math, (0, sw, y, w_bufs, x_bufs, sx_bufs, full, empty, layer, n0, N, NK, NW, KU, BN, STAGES)),
-            (_math, (1, sw, y, w_bufs, x_bufs, sx_bufs, full, empty, layer, n0, N, NK, NW, KU, BN, STAGES)),
-            (_load, (w_desc, x_desc, sx_desc, w_bufs, x_bufs, sx_bufs, full, empty, layer * N + n0, NK, NW, KU, BN, STAGES)),
+            (_math, (0, operands, N, NK, NW, KU, BN, STAGES)),
+            (_math, (1, operands, N, NK, NW, KU, BN, STAGES)),
+            (_load, (sources, NK, NW, KU, BN, STAGES)),
         ], [4, 1], [RC, 40])
     else:
         gl.warp_specialize([
-            (_math, (0, sw, y, w_bufs, x_bufs, sx_bufs, full, empty, layer, n0, N, NK, NW, KU, BN, STAGES)),
-            (_math, (1, sw, y, w_bufs, x_bufs, sx_bufs, full, empty, layer, n0, N, NK, NW, KU, BN, STAGES)),
-            (_math, (2, sw, y, w_bufs, x_bufs, sx_bufs, full, empty, layer, n0, N, NK, NW, KU, BN, STAGES)),
-            (_load, (w_desc, x_desc, sx_desc, w_bufs, x_bufs, sx_bufs, full, empty, layer * N + n0, NK, NW, KU, BN, STAGES)),
+            (_math, (0, operands, N, NK, NW, KU, BN, STAGES)),
+            (_math, (1, operands, N, NK, NW, KU, BN, STAGES)),
+            (_math, (2, operands, N, NK, NW, KU, BN, STAGES)),
+            (_load, (sources, NK, NW, KU, BN, STAGES)),
         ], [4, 4, 1], [RC, RC, 40])
